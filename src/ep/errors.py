@@ -1,0 +1,99 @@
+"""Every exception `ep` raises on purpose: what was given, what is allowed, what to do."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArgumentError",
+    "BootstrapError",
+    "CollectiveError",
+    "ConfigError",
+    "EpError",
+    "EpTimeout",
+    "HeapError",
+    "StateError",
+]
+
+
+class EpError(Exception):
+    """Base of every exception of this library."""
+
+
+class ConfigError(EpError, ValueError):
+    """A field of a configuration is outside the contract."""
+
+    def __init__(self, field: str, given: object, allowed: str) -> None:
+        super().__init__(f"{field}={given!r} is not allowed: {allowed}")
+        self.field = field
+        self.given = given
+        self.allowed = allowed
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str]]:
+        return type(self), (self.field, self.given, self.allowed)
+
+
+class ArgumentError(EpError, ValueError):
+    """An argument of a call has the wrong type, shape, dtype or value; nothing was sent."""
+
+
+class StateError(EpError, RuntimeError):
+    """The call is not allowed now: out of order, after `close`, or on a second stream."""
+
+
+class CollectiveError(EpError, RuntimeError):
+    """Ranks disagree on something that must be the same everywhere; raised on every rank."""
+
+
+class BootstrapError(EpError, RuntimeError):
+    """The ranks could not find each other, or the launcher and its MPI disagree."""
+
+
+class HeapError(EpError, RuntimeError):
+    """Symmetric memory could not be had, or not be shared between the ranks."""
+
+
+class EpTimeout(EpError, TimeoutError):
+    """A bounded wait ended before every awaited rank arrived.
+
+    Attributes
+    ----------
+    phase : str
+        "dispatch", "combine", or the name of a bootstrap step.
+    step : int
+        Step the waiting rank is in, counted from 1; 0 outside steps.
+    rank : int
+        The waiting rank.
+    awaited : tuple of int
+        The ranks that had not arrived.
+    seen : tuple of int
+        For each awaited rank the last step (of this phase) it was seen to complete.
+    waited_s : float
+        Seconds waited.
+    """
+
+    def __init__(
+        self,
+        phase: str,
+        step: int,
+        rank: int,
+        awaited: tuple[int, ...],
+        seen: tuple[int, ...],
+        waited_s: float,
+    ) -> None:
+        plural = "s" if len(awaited) != 1 else ""
+        ranks = ", ".join(map(str, awaited))
+        last = f" (their last seen step: {', '.join(map(str, seen))})" if seen else ""
+        where = f"{phase} of step {step}" if step else phase
+        super().__init__(
+            f"rank {rank}: {where} waited {waited_s:.1f} s for rank{plural} {ranks}{last}; look at "
+            "those ranks' logs first, and raise the timeout only if they are merely slow"
+        )
+        self.phase = phase
+        self.step = step
+        self.rank = rank
+        self.awaited = awaited
+        self.seen = seen
+        self.waited_s = waited_s
+
+    def __reduce__(self) -> tuple[type[EpTimeout], tuple[object, ...]]:
+        fields = (self.phase, self.step, self.rank, self.awaited, self.seen, self.waited_s)
+        return type(self), fields

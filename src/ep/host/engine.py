@@ -1,0 +1,139 @@
+"""The host backend: the exchange in shared memory, with NumPy.
+
+It keeps the flag protocol of the GPU kernels: rows go to the chosen ranks, then this rank's flag
+goes up on every rank (its value tells how many tokens were sent), then this rank waits for all flags
+and lowers them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+from ep.buffers import EpBuffers
+from ep.host.mxfp8 import quantize
+from ep.host.norm import rms_norm
+from ep.layout import EMPTY_SOURCE, SOURCE_BITS
+from ep.memory.host import HostMemory
+from ep.record import Phase
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from ep.bootstrap import World
+    from ep.layout import EpLayout
+
+    Array = npt.NDArray[np.generic]
+
+
+class HostEngine:
+    """Moves the tokens of one exchange. Arguments are checked by the caller.
+
+    Making one is collective: it allocates the buffers and empties every row.
+
+    Raises
+    ------
+    HeapError
+        On every rank, if memory is short on one or cannot be shared.
+    """
+
+    def __init__(self, world: World, layout: EpLayout) -> None:
+        self._memory = HostMemory.allocate(world, layout.total_bytes)
+        self._buffers = EpBuffers(layout, self._memory, world.rank)
+        self._layout = layout
+        self._config = layout.config
+        self._rank = world.rank
+        self._everybody = set(range(world.size))
+        self._step = 0
+        self._empty(slice(None))
+
+    @property
+    def buffers(self) -> EpBuffers:
+        """The receive rows and all else, as views."""
+        return self._buffers
+
+    def dispatch(self, x: Array, ids: Array, weights: Array) -> None:
+        """Send tokens, then wait until every rank has sent its own. Collective."""
+        self._step += 1
+        tokens = x.shape[0]
+        elements, scales = quantize(x)
+        chosen = self._chosen(ids)
+        source = (self._rank << SOURCE_BITS) | np.arange(tokens, dtype=np.int32)
+        first = self._layout.row(self._rank, 0)
+        rows = {"x": elements, "scales": scales, "ids": ids, "weights": weights}
+        for peer in range(self._config.ranks):
+            (token_idx,) = chosen[:, peer].nonzero()
+            if token_idx.size:
+                row = first + token_idx
+                for name, values in rows.items():
+                    self._buffers.at(peer, name)[row] = values[token_idx]
+                self._buffers.at(peer, "header")[row, 0] = source[token_idx]
+        self._raise_flags("dispatch_flags", Phase.DISPATCH, tokens + 1)
+        flags = self._wait_flags("dispatch_flags", Phase.DISPATCH)
+        self._buffers.own("counts")[:] = flags - 1
+
+    def combine(
+        self, partials: Array, ids: Array, norm_weight: Array | None, eps: float, out: Array
+    ) -> None:
+        """Send partials home, empty the rows, then sum what came back. Collective."""
+        header = self._buffers.own("header")
+        sent = []
+        for source, count in enumerate(self._buffers.own("counts")):
+            first = self._layout.row(source, 0)
+            (token_idx,) = (header[first : first + count, 0] != EMPTY_SOURCE).nonzero()
+            if token_idx.size:
+                row = first + token_idx
+                self._buffers.at(source, "slots")[token_idx, self._rank] = partials[row]
+                sent.append(row)
+        if sent:
+            # Before the flags go up: with them the next step's tokens may come.
+            self._empty(np.concatenate(sent))
+        self._raise_flags("combine_flags", Phase.COMBINE, 1)
+        self._wait_flags("combine_flags", Phase.COMBINE)
+        self._reduce(ids, norm_weight, eps, out)
+
+    def close(self) -> None:
+        """Give the buffers back. Local: peers keep their mappings."""
+        self._buffers.close()
+
+    def _chosen(self, ids: Array) -> npt.NDArray[np.bool_]:
+        """Which ranks each token goes to, `[T, ranks]`."""
+        # The extra column takes the owner -1 of ids that select nobody.
+        chosen = np.zeros((ids.shape[0], self._config.ranks + 1), np.bool_)
+        np.put_along_axis(chosen, self._config.owner_of(ids).astype(np.intp), True, axis=1)
+        return chosen[:, :-1]
+
+    def _reduce(self, ids: Array, norm_weight: Array | None, eps: float, out: Array) -> None:
+        chosen = self._chosen(ids)
+        slots = self._buffers.own("slots")
+        total = np.zeros(out.shape, np.float32)
+        with np.errstate(all="ignore"):
+            for rank in range(self._config.ranks):
+                (token_idx,) = chosen[:, rank].nonzero()
+                total[token_idx] += slots[token_idx, rank].astype(np.float32)
+            summed = total.astype(ml_dtypes.bfloat16)
+        out[...] = summed if norm_weight is None else rms_norm(summed, norm_weight, eps)
+
+    def _empty(self, rows: slice | npt.NDArray[np.intp]) -> None:
+        own = self._buffers.own
+        own("header")[rows, 0] = EMPTY_SOURCE
+        own("ids")[rows] = self._config.empty_id(self._rank)
+        own("weights")[rows] = 0
+        # A block of NaNs left scale 255, which is itself NaN: an empty row must stay finite.
+        own("scales")[rows] = 0
+
+    def _raise_flags(self, name: str, phase: Phase, value: int) -> None:
+        for peer in range(self._config.ranks):
+            self._buffers.at(peer, name)[self._rank, 0] = value
+            self._memory.ring(peer, phase, self._step)
+
+    def _wait_flags(self, name: str, phase: Phase) -> npt.NDArray[np.int64]:
+        self._memory.wait(
+            self._everybody, phase, self._step, self._config.timeout_s, phase.name.lower()
+        )
+        flags = self._buffers.own(name)[:, 0]
+        values = flags.astype(np.int64)
+        flags[:] = 0
+        return values

@@ -1,0 +1,225 @@
+"""Where everything lies in a rank's buffer: one table of fields, pure arithmetic.
+
+Every size, offset and view, on the host and in kernels, derives from `EpLayout.fields`. All ranks
+have the same layout, so an address on a peer is the peer's base plus the same offset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+from ep.config import SCALE_BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ep.config import EpConfig
+
+LINE_BYTES = 128
+"""Unit of ownership: no two ranks ever write one line (a GPU's cache line, and NVLink's packet)."""
+HEADER_WORDS = 4
+"""int32 words of a row's header: the source word, then padding up to one 16-byte store."""
+SOURCE_BITS = 16
+"""The source word is `(src_rank << SOURCE_BITS) | token_idx`."""
+EMPTY_SOURCE = -1
+
+Writer = Literal["source", "destination", "peer", "own"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One array of the buffer.
+
+    Attributes
+    ----------
+    name : str
+    dtype : str
+        Name of the element's NumPy or ml_dtypes type.
+    shape : tuple of int
+    strides_bytes : tuple of int
+        Distance of neighbours along each axis. The last axis is dense.
+    offset_bytes : int
+        From the buffer's base; a multiple of `LINE_BYTES`.
+    size_bytes : int
+        A multiple of `LINE_BYTES`.
+    writer : str
+        Who stores into it from afar: "source" (rows, block s by rank s), "destination" (slots,
+        column d by rank d), "peer" (line s by rank s), "own" (nobody but the owner).
+    what : str
+        One line for people; `docs/layout.md` prints it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    offset_bytes: int
+    size_bytes: int
+    writer: Writer
+    what: str
+
+
+@dataclasses.dataclass(frozen=True)
+class EpLayout:
+    """Byte layout of the buffer that each rank of `config` allocates.
+
+    Attributes
+    ----------
+    config : EpConfig
+    stride : int
+        Rows kept for each source: max_tokens rounded up so that no line of any receive array holds
+        rows of two sources.
+    rows : int
+        Receive rows, `ranks * stride`; row of token t of source s: `s * stride + t`.
+    fields : mapping of str to Field
+        In order of address.
+    total_bytes : int
+    """
+
+    config: EpConfig
+
+    @cached_property
+    def stride(self) -> int:  # noqa: D102 - described by the class
+        unit = max(LINE_BYTES // math.gcd(LINE_BYTES, row) for row in self._row_bytes.values())
+        return _round_up(self.config.max_tokens, unit)
+
+    @property
+    def rows(self) -> int:  # noqa: D102 - described by the class
+        return self.config.ranks * self.stride
+
+    @cached_property
+    def fields(self) -> Mapping[str, Field]:  # noqa: D102 - described by the class
+        table: dict[str, Field] = {}
+        end = 0
+        for name, dtype, shape, strides, writer, what in self._specs():
+            size = _round_up(shape[0] * strides[0], LINE_BYTES)
+            table[name] = Field(name, dtype, shape, strides, end, size, writer, what)
+            end += size
+        return MappingProxyType(table)
+
+    @cached_property
+    def total_bytes(self) -> int:  # noqa: D102 - described by the class
+        return sum(field.size_bytes for field in self.fields.values())
+
+    def row(self, src_rank: int, token_idx: int) -> int:
+        """Receive row of token `token_idx` of rank `src_rank`."""
+        return src_rank * self.stride + token_idx
+
+    def table(self) -> str:
+        """Give the fields as a Markdown table: offset, size, type, shape, writer, meaning."""
+        titles = ("offset", "bytes", "field", "type", "shape", "written by", "what")
+        head = f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|\n"
+        return head + "".join(
+            f"| {f.offset_bytes} | {f.size_bytes} | `{f.name}` | {f.dtype} | {list(f.shape)} "
+            f"| {f.writer} | {f.what} |\n"
+            for f in self.fields.values()
+        )
+
+    @property
+    def _row_bytes(self) -> dict[str, int]:
+        config = self.config
+        return {
+            "x": config.hidden,
+            "scales": config.hidden // SCALE_BLOCK,
+            "ids": 4 * config.top_k,
+            "weights": 4 * config.top_k,
+            "header": 4 * HEADER_WORDS,
+        }
+
+    def _specs(
+        self,
+    ) -> list[tuple[str, str, tuple[int, ...], tuple[int, ...], Writer, str]]:
+        config, rows, row = self.config, self.rows, self._row_bytes
+        slot_bytes = _round_up(2 * config.hidden, LINE_BYTES)
+        line_words = LINE_BYTES // 4
+        flags = (config.ranks, line_words)
+        return [
+            (
+                "x",
+                "float8_e4m3fn",
+                (rows, config.hidden),
+                (row["x"], 1),
+                "source",
+                "received tokens, E4M3",
+            ),
+            (
+                "scales",
+                "float8_e8m0fnu",
+                (rows, config.hidden // SCALE_BLOCK),
+                (row["scales"], 1),
+                "source",
+                "their E8M0 scales, one a 32-block",
+            ),
+            (
+                "ids",
+                "int32",
+                (rows, config.top_k),
+                (row["ids"], 4),
+                "source",
+                "their global expert ids",
+            ),
+            (
+                "weights",
+                "float32",
+                (rows, config.top_k),
+                (row["weights"], 4),
+                "source",
+                "their routing weights",
+            ),
+            (
+                "header",
+                "int32",
+                (rows, HEADER_WORDS),
+                (row["header"], 4),
+                "source",
+                "word 0: the source word, -1 where the row is empty",
+            ),
+            (
+                "slots",
+                "bfloat16",
+                (config.max_tokens, config.ranks, config.hidden),
+                (config.ranks * slot_bytes, slot_bytes, 2),
+                "destination",
+                "partials come back here: [token, destination]",
+            ),
+            (
+                "dispatch_flags",
+                "uint32",
+                flags,
+                (LINE_BYTES, 4),
+                "peer",
+                "word 0 of line s: rank s has sent its tokens",
+            ),
+            (
+                "combine_flags",
+                "uint32",
+                flags,
+                (LINE_BYTES, 4),
+                "peer",
+                "word 0 of line s: rank s has sent its partials",
+            ),
+            (
+                "counts",
+                "int32",
+                (config.ranks,),
+                (4,),
+                "own",
+                "tokens that each source sent in this step",
+            ),
+            (
+                "control",
+                "uint32",
+                (4, line_words),
+                (LINE_BYTES, 4),
+                "own",
+                "steps and arrivals of this rank, a line each",
+            ),
+        ]
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

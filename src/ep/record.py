@@ -1,0 +1,79 @@
+"""The hang record: what a kernel whose wait expired leaves in host-visible memory.
+
+One record a rank, `RECORD_WORDS` uint32 words in pinned host memory that the kernel writes through
+its device alias and the host reads without a stream. `STATE` is written last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from ep.errors import EpTimeout
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+RECORD_WORDS = 32
+"""One 128-byte line."""
+
+
+class Word(IntEnum):
+    """Index of each word of the record."""
+
+    STATE = 0
+    """0: nothing happened; `EXPIRED` once the other words are valid."""
+    PHASE = 1
+    STEP = 2
+    RANK = 3
+    WAITED_US = 4
+    AWAITED = 8
+    """Three words, bit r: rank r had not arrived."""
+
+
+EXPIRED = 1
+
+
+class Phase(IntEnum):
+    """The kernel that waited."""
+
+    DISPATCH = 1
+    COMBINE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class HangRecord:
+    """A decoded record."""
+
+    phase: Phase
+    step: int
+    rank: int
+    waited_us: int
+    awaited: tuple[int, ...]
+
+    @classmethod
+    def read(cls, words: npt.NDArray[np.uint32]) -> HangRecord | None:
+        """Decode `words` `[RECORD_WORDS]`; None while no wait has expired."""
+        if words[Word.STATE] != EXPIRED:
+            return None
+        bits = sum(int(words[Word.AWAITED + word]) << (32 * word) for word in range(3))
+        return cls(
+            Phase(int(words[Word.PHASE])),
+            int(words[Word.STEP]),
+            int(words[Word.RANK]),
+            int(words[Word.WAITED_US]),
+            tuple(rank for rank in range(bits.bit_length()) if bits >> rank & 1),
+        )
+
+    def error(self) -> EpTimeout:
+        """Give the exception for this record: an absent rank completed the step before."""
+        return EpTimeout(
+            self.phase.name.lower(),
+            self.step,
+            self.rank,
+            self.awaited,
+            tuple(self.step - 1 for _ in self.awaited),
+            self.waited_us / 1e6,
+        )

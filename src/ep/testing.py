@@ -1,0 +1,64 @@
+"""Play several ranks in one process, for tests of code that uses `ep`."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from ep.bootstrap import World
+from ep.bootstrap.channel import ThreadChannel, ThreadGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+def run_ranks(
+    size: int,
+    function: Callable[[World], T],
+    *,
+    backend: str = "host",
+    timeout_s: float = 60.0,
+) -> list[T]:
+    """Run `function` once for each of `size` ranks, a thread each, and wait for all.
+
+    Parameters
+    ----------
+    size : int
+    function : callable
+        Called with the rank's `World`, which is closed when it returns.
+    backend : str
+        As in `World.connect`.
+    timeout_s : float
+        Bound of each wait during set-up.
+
+    Returns
+    -------
+    list
+        What `function` returned, in rank order.
+
+    Raises
+    ------
+    Exception
+        The first error by rank, once every thread has ended; an error on one rank ends the set-up
+        waits of the others.
+    """
+    group = ThreadGroup(size)
+
+    def play(rank: int) -> T:
+        channel = ThreadChannel(group, rank)
+        try:
+            with World(channel, backend, timeout_s) as world:
+                return function(world)
+        except BaseException:
+            channel.abort(1)
+            raise
+
+    with ThreadPoolExecutor(size, thread_name_prefix="rank") as pool:
+        futures = [pool.submit(play, rank) for rank in range(size)]
+    failures = [future.exception() for future in futures]
+    for failure in failures:
+        if failure is not None and "another rank failed" not in str(failure):
+            raise failure
+    return [future.result() for future in futures]
