@@ -24,6 +24,9 @@ esac
 ranks=${EP_NP:-16}
 venv=${EP_VENV:-$ep_root/.venv}
 mpi=$(ep_mpi_extra)
+if [[ $mpi == mpi ]] && ! command -v mpirun >/dev/null; then
+  ep_die "EP_MPI=site, but there is no mpirun in PATH"
+fi
 extras=("$mpi")
 if ep_has_gpu; then extras+=(gpu); fi
 
@@ -33,7 +36,6 @@ case $mpi in
   mpich) ep_tune_mpich "$ranks" ;;
   openmpi) ep_tune_openmpi "$ranks" ;;
 esac
-command -v mpirun >/dev/null || ep_die "EP_MPI=site, but there is no mpirun in PATH"
 
 # exec makes timeout the head of the terminal's job, so that Ctrl-C reaches the ranks.
 exec timeout --verbose -k 10 "${EP_BENCH_TIMEOUT:-900}" \

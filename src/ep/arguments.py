@@ -80,8 +80,8 @@ def token_count(config: EpConfig, x: Array) -> int:
     tokens = x.shape[0]
     if tokens > config.max_tokens:
         raise ArgumentError(
-            f"x has {tokens} tokens; allowed are 0..{config.max_tokens} (max_tokens): send the rest "
-            "in a further step, or make the exchange with a larger max_tokens"
+            f"x has {tokens} tokens; allowed are 0..{config.max_tokens} (max_tokens): send the "
+            "rest in a further step, or make the exchange with a larger max_tokens"
         )
     return tokens
 

@@ -7,6 +7,7 @@ __all__ = [
     "BootstrapError",
     "CollectiveError",
     "ConfigError",
+    "DeviceError",
     "EpError",
     "EpTimeout",
     "HeapError",
@@ -49,6 +50,10 @@ class BootstrapError(EpError, RuntimeError):
 
 class HeapError(EpError, RuntimeError):
     """Symmetric memory could not be had, or not be shared between the ranks."""
+
+
+class DeviceError(EpError, RuntimeError):
+    """A call of the CUDA driver failed."""
 
 
 class EpTimeout(EpError, TimeoutError):

@@ -99,8 +99,8 @@ class Exchange:
 
     Notes
     -----
-    Making an exchange is collective and ends with a barrier: when it returns, every rank's buffer is
-    armed. `dispatch` and `combine` are collective; each `combine` answers the `dispatch` before it.
+    Making an exchange is collective and ends with a barrier: when it returns, every rank's buffer
+    is armed. `dispatch` and `combine` are collective; each `combine` answers the last `dispatch`.
     Several exchanges may live side by side and be used in any order that is the same on all ranks.
     """
 
@@ -176,7 +176,7 @@ class Exchange:
         out: Any = None,
         stream: Any = None,
     ) -> Any:
-        """Bring the experts' partial results home and sum them; then the rows are empty. Collective.
+        """Bring the experts' partials home and sum them; then the rows are empty. Collective.
 
         Parameters
         ----------

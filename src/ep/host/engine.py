@@ -1,8 +1,8 @@
 """The host backend: the exchange in shared memory, with NumPy.
 
 It keeps the flag protocol of the GPU kernels: rows go to the chosen ranks, then this rank's flag
-goes up on every rank (its value tells how many tokens were sent), then this rank waits for all flags
-and lowers them.
+goes up on every rank (its value tells how many tokens were sent), then this rank waits for all
+flags and lowers them.
 """
 
 from __future__ import annotations

@@ -162,9 +162,9 @@ def _open_all(kind: type[HostMemory], world: World, folder: Path, size_bytes: in
         segments.append(_map(folder, world.rank, size_bytes))
     except OSError as problem:
         error = HeapError(
-            f"{world.places[world.rank].node} cannot map rank {min(len(segments), world.size - 1)}'s "
-            f"memory in {folder.parent} ({problem}); every rank must see the same folder: set "
-            "EP_SHM_DIR to one that all ranks share"
+            f"{world.places[world.rank].node} cannot map the memory of rank "
+            f"{min(len(segments), world.size - 1)} in {folder.parent} ({problem}); every rank must "
+            "see the same folder: set EP_SHM_DIR to one that all ranks share"
         )
     try:
         world.agree(error, "mapping the other ranks' memory")

@@ -1,0 +1,295 @@
+"""The few calls of the CUDA driver that `ep` needs, and `DeviceArray`. Needs no torch.
+
+The only file that imports `cuda.bindings.driver` for memory; kernels have their own launcher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from ep.errors import DeviceError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from ep.layout import Field
+
+logger = logging.getLogger(__name__)
+
+
+def driver(name: str, *arguments: Any) -> Any:
+    """Call `cu<name>` and return what it gives besides its status.
+
+    Raises
+    ------
+    DeviceError
+        Naming the call and the driver's words.
+    """
+    from cuda.bindings import driver as cuda
+
+    status, *values = getattr(cuda, f"cu{name}")(*arguments)
+    if status != cuda.CUresult.CUDA_SUCCESS:
+        _, words = cuda.cuGetErrorString(status)
+        text = words.decode() if isinstance(words, bytes) else str(status)
+        raise DeviceError(f"cu{name}: {text} ({status.name})")
+    return values[0] if len(values) == 1 else tuple(values) or None
+
+
+def device_count() -> int:
+    """Count the CUDA devices that this process sees; 0 where there is no driver at all."""
+    try:
+        driver("Init", 0)
+        return int(driver("DeviceGetCount"))
+    except ImportError:
+        return 0
+    except (DeviceError, RuntimeError) as error:
+        # cuda.bindings raises RuntimeError where libcuda cannot be loaded.
+        logger.debug("no CUDA device: %s", error)
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One GPU, used through its primary context, as every framework does.
+
+    Attributes
+    ----------
+    ordinal : int
+        Among the devices that this process sees.
+    uuid : str
+    name : str
+    capability : tuple of int
+    num_sms : int
+    """
+
+    ordinal: int
+    uuid: str
+    name: str
+    capability: tuple[int, int]
+    num_sms: int
+    context: Any = dataclasses.field(repr=False, compare=False)
+
+    @classmethod
+    def open(cls, ordinal: int) -> Self:
+        """Retain the primary context of device `ordinal` and make it current in this thread."""
+        from cuda.bindings import driver as cuda
+
+        driver("Init", 0)
+        handle = driver("DeviceGet", ordinal)
+        attribute = cuda.CUdevice_attribute
+        major, minor, num_sms = (
+            int(driver("DeviceGetAttribute", which, handle))
+            for which in (
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+            )
+        )
+        name = driver("DeviceGetName", 256, handle).split(b"\0")[0].decode()
+        uuid = bytes(driver("DeviceGetUuid", handle).bytes).hex()
+        device = cls(
+            ordinal, uuid, name, (major, minor), num_sms, driver("DevicePrimaryCtxRetain", handle)
+        )
+        device.use()
+        return device
+
+    def use(self) -> None:
+        """Make this device current in the calling thread."""
+        driver("CtxSetCurrent", self.context)
+
+
+def allocate(size_bytes: int) -> int:
+    """Allocate device memory, zeroed, and return its address. Local."""
+    address = int(driver("MemAlloc", size_bytes))
+    fill(address, size_bytes, 0)
+    return address
+
+
+def fill(address: int, size_bytes: int, byte: int) -> None:
+    """Set every byte, and wait until it is done."""
+    driver("MemsetD8", address, byte, size_bytes)
+    synchronize()
+
+
+def free(address: int) -> None:
+    """Free what `allocate` gave."""
+    driver("MemFree", address)
+
+
+def synchronize() -> None:
+    """Wait for all work of the current device's context."""
+    driver("CtxSynchronize")
+
+
+def upload(address: int, values: npt.NDArray[Any]) -> None:
+    """Copy a C-contiguous host array to device memory, and wait."""
+    values = np.ascontiguousarray(values)
+    if values.nbytes:
+        driver("MemcpyHtoD", address, values.ctypes.data, values.nbytes)
+
+
+def download(address: int, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
+    """Copy dense device memory to a new host array, and wait."""
+    values = np.empty(shape, dtype)
+    if values.nbytes:
+        driver("MemcpyDtoH", values.ctypes.data, address, values.nbytes)
+    return values
+
+
+class PinnedWords:
+    """Host memory of uint32 words that kernels of this process write through a device address.
+
+    Attributes
+    ----------
+    words : ndarray of uint32, `[count]`
+    device_address : int
+    """
+
+    def __init__(self, count: int) -> None:
+        from cuda.bindings import driver as cuda
+
+        flags = cuda.CU_MEMHOSTALLOC_DEVICEMAP | cuda.CU_MEMHOSTALLOC_PORTABLE
+        self._host = int(driver("MemHostAlloc", 4 * count, flags))
+        self.words = np.ctypeslib.as_array((ctypes.c_uint32 * count).from_address(self._host))
+        self.words[:] = 0
+        self.device_address = int(driver("MemHostGetDevicePointer", self._host, 0))
+
+    def close(self) -> None:
+        """Free the memory; `words` must not be used afterwards."""
+        if self._host:
+            self.words = np.zeros_like(self.words)
+            driver("MemFreeHost", self._host)
+            self._host = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceArray:
+    """A dense or strided array in device memory, described by plain numbers.
+
+    It speaks DLPack and, where its dtype has a NumPy letter, `__cuda_array_interface__`.
+
+    Attributes
+    ----------
+    address : int
+    shape : tuple of int
+    dtype : str
+        Name of a NumPy or ml_dtypes type.
+    strides_bytes : tuple of int, optional
+        Dense and C-contiguous if not given.
+    device : int
+        Ordinal of the GPU.
+    owner : object
+        Kept alive as long as the array.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    strides_bytes: tuple[int, ...] = ()
+    device: int = 0
+    owner: Any = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.strides_bytes:
+            object.__setattr__(self, "strides_bytes", dense_strides(self.shape, self.itemsize))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return np_dtype(self.dtype).itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the array is dense in C order."""
+        return 0 in self.shape or self.strides_bytes == dense_strides(self.shape, self.itemsize)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        dtype = np_dtype(self.dtype)
+        if dtype.kind not in "iuf" or dtype.isbuiltin != 1:
+            raise AttributeError(f"{self.dtype} has no NumPy letter; use DLPack")
+        return {
+            "shape": self.shape,
+            "typestr": dtype.str,
+            "data": (self.address, False),
+            "strides": self.strides_bytes,
+            "version": 3,
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        from ep.memory.dlpack import CUDA
+
+        return CUDA, self.device
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Export without a copy. Work on the array must be ordered by the caller's stream."""
+        from ep.memory.dlpack import to_capsule
+
+        return to_capsule(self)
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """Copy to the host, waiting for all work of the device first."""
+        dtype = np_dtype(self.dtype)
+        if 0 in self.shape:
+            return np.empty(self.shape, dtype)
+        synchronize()
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides_bytes, strict=True))
+        raw = download(self.address, (last + dtype.itemsize,), np.uint8)
+        return np.ndarray(self.shape, dtype, raw.data, strides=self.strides_bytes).copy()
+
+    @classmethod
+    def from_numpy(cls, values: npt.NDArray[Any], device: int = 0) -> Self:
+        """Copy a host array to memory of its own on the current device."""
+        values = np.ascontiguousarray(values)
+        array = cls.empty(values.shape, values.dtype.name, device)
+        upload(array.address, values)
+        return array
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: str, device: int = 0) -> Self:
+        """Allocate on the current device, not initialised."""
+        size_bytes = max(1, int(np.prod(shape, dtype=np.int64))) * np_dtype(dtype).itemsize
+        allocation = _Allocation(int(driver("MemAlloc", size_bytes)))
+        return cls(allocation.address, shape, dtype, (), device, allocation)
+
+
+class _Allocation:
+    """Device memory of this process alone: freeing it is local, so it may happen at any time."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def __del__(self) -> None:
+        try:
+            free(self.address)
+        except Exception:  # noqa: BLE001 - at interpreter exit the driver may be gone
+            logger.debug("device memory at %#x was not freed", self.address)
+
+
+def np_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's view of a dtype by name, ml_dtypes' included."""
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Byte strides of a C-contiguous array."""
+    strides = []
+    step = itemsize
+    for length in reversed(shape):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))
+
+
+def field_array(base: int, field: Field, device: int) -> DeviceArray:
+    """View `field` of the buffer at address `base`."""
+    return DeviceArray(
+        base + field.offset_bytes, field.shape, field.dtype, field.strides_bytes, device
+    )
