@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ep.config import EpConfig
 
     Array = npt.NDArray[np.generic]
+    Shape = tuple[int | None, ...]
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 INT32 = np.dtype(np.int32)
@@ -29,15 +30,60 @@ def checks_values() -> bool:
     return os.environ.get("EP_CHECK", "0") not in ("", "0")
 
 
-def host_array(
-    name: str, array: Any, dtype: np.dtype[Any], shape: tuple[int | None, ...], *, out: bool = False
-) -> Array:
-    """Check one NumPy argument.
+def check_described(
+    name: str,
+    given: tuple[str, tuple[int, ...]],
+    allowed: tuple[str, Shape],
+    *,
+    contiguous: bool,
+    kind: str,
+) -> None:
+    """Compare dtype and shape of an array with what is allowed.
 
     Parameters
     ----------
     name : str
-        Its name, for the error.
+        Of the argument, for the error.
+    given, allowed : tuple
+        Name of a dtype and a shape; None in the allowed shape stands for any length.
+    contiguous : bool
+        Whether the array is dense in C order and aligned.
+    kind : str
+        What the backend takes, for the error.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    (dtype, shape), (allowed_dtype, allowed_shape) = given, allowed
+    said = f"{name} is {dtype} {list(shape)}"
+    want = wanted(allowed, kind)
+    if dtype != allowed_dtype:
+        raise ArgumentError(f"{said}; allowed is {want}: convert it first")
+    if len(shape) != len(allowed_shape) or any(
+        length not in (None, actual) for actual, length in zip(shape, allowed_shape, strict=True)
+    ):
+        raise ArgumentError(f"{said}; allowed is {want}")
+    if not contiguous:
+        raise ArgumentError(f"{said}, not C-contiguous and aligned; pass a contiguous copy")
+
+
+def wanted(allowed: tuple[str, Shape], kind: str) -> str:
+    """Say in words what an argument must be."""
+    dtype, shape = allowed
+    lengths = ", ".join("any" if length is None else str(length) for length in shape)
+    return f"a C-contiguous {kind} of {dtype}, shape [{lengths}]"
+
+
+def host_array(
+    name: str, array: Any, dtype: np.dtype[Any], shape: Shape, *, out: bool = False
+) -> Array:
+    """Check one NumPy argument and return it.
+
+    Parameters
+    ----------
+    name : str
+        Of the argument, for the error.
     array : object
     dtype : dtype
     shape : tuple
@@ -45,39 +91,27 @@ def host_array(
     out : bool
         Whether it will be written.
 
-    Returns
-    -------
-    ndarray
-        `array` itself.
-
     Raises
     ------
     ArgumentError
     """
-    want = f"a C-contiguous NumPy array of {dtype.name}, shape [{', '.join(_names(shape))}]"
+    allowed = (dtype.name, shape)
     if not isinstance(array, np.ndarray):
-        raise ArgumentError(f"{name} is a {type(array).__name__}; the host backend takes {want}")
-    given = f"{array.dtype.name} {list(array.shape)}"
-    if array.dtype != dtype:
-        raise ArgumentError(f"{name} is {given}; allowed is {want}: convert it with .astype")
-    fits = len(array.shape) == len(shape) and all(
-        want_length in (None, length)
-        for length, want_length in zip(array.shape, shape, strict=True)
-    )
-    if not fits:
-        raise ArgumentError(f"{name} is {given}; allowed is {want}")
-    if not array.flags.c_contiguous or not array.flags.aligned:
         raise ArgumentError(
-            f"{name} is {given}, not C-contiguous and aligned; pass np.ascontiguousarray({name})"
+            f"{name} is a {type(array).__name__}; the host backend takes "
+            f"{wanted(allowed, 'NumPy array')}"
         )
+    contiguous = array.flags.c_contiguous and array.flags.aligned
+    given = (array.dtype.name, array.shape)
+    check_described(name, given, allowed, contiguous=contiguous, kind="NumPy array")
     if out and not array.flags.writeable:
         raise ArgumentError(f"{name} is read-only; pass an array that can be written")
     return array
 
 
-def token_count(config: EpConfig, x: Array) -> int:
+def token_count(config: EpConfig, x: Any) -> int:
     """T_s of `x` `[T_s, H]`; raises `ArgumentError` above max_tokens."""
-    tokens = x.shape[0]
+    tokens = int(x.shape[0])
     if tokens > config.max_tokens:
         raise ArgumentError(
             f"x has {tokens} tokens; allowed are 0..{config.max_tokens} (max_tokens): send the "
@@ -102,7 +136,3 @@ def check_eps(eps: Any) -> float:
     if isinstance(eps, numbers.Real) and math.isfinite(eps) and eps >= 0:
         return float(eps)
     raise ArgumentError(f"eps is {eps!r}; allowed is a finite number, 0 or more")
-
-
-def _names(shape: tuple[int | None, ...]) -> list[str]:
-    return ["any" if length is None else str(length) for length in shape]

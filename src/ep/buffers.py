@@ -28,7 +28,7 @@ class EpBuffers:
         self._views: dict[tuple[int, str], Any] = {}
 
     def own(self, name: str) -> Any:
-        """View field `name` of this rank's buffer, through its own mapping."""
+        """View field `name` of this rank's buffer, or "source", through its own mapping."""
         return self._view(self.layout.config.ranks, name)
 
     def at(self, rank: int, name: str) -> Any:
@@ -43,5 +43,7 @@ class EpBuffers:
     def _view(self, where: int, name: str) -> Any:
         key = (where, name)
         if key not in self._views:
-            self._views[key] = self._memory.array(where, self.layout.fields[name])
+            layout = self.layout
+            field = layout.source if name == "source" else layout.fields[name]
+            self._views[key] = self._memory.array(where, field)
         return self._views[key]

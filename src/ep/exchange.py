@@ -10,18 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-from ep.arguments import (
-    BF16,
-    FP32,
-    INT32,
-    check_eps,
-    check_ids,
-    checks_values,
-    host_array,
-    token_count,
-)
+from ep.arguments import BF16, FP32, INT32, check_eps, check_ids, checks_values, token_count
+from ep.bootstrap import Backend
 from ep.errors import ArgumentError, CollectiveError, EpError, EpTimeout, StateError
-from ep.host import HostEngine
 from ep.layout import EpLayout
 
 if TYPE_CHECKING:
@@ -34,19 +25,41 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """What a backend does; its arguments have been checked."""
+    """What a backend does. Making one is collective; it allocates and arms the buffers."""
 
     @property
     def buffers(self) -> EpBuffers:
         """Where the tokens arrive."""
         ...
 
-    def dispatch(self, x: Any, ids: Any, weights: Any) -> None:
+    def array(self, name: str, array: Any, dtype: Any, shape: Any, *, out: bool = False) -> Any:
+        """Check one argument and give it as `dispatch` and `combine` take it."""
+        ...
+
+    def stream(self, stream: Any) -> Any:
+        """Check a stream and give it as `dispatch` and `combine` take it."""
+        ...
+
+    def empty(self, shape: tuple[int, int]) -> Any:
+        """Make a BF16 array for a result."""
+        ...
+
+    def values(self, array: Any) -> Any:
+        """Copy an argument to NumPy, to look at its values."""
+        ...
+
+    def dispatch(self, x: Any, ids: Any, weights: Any, stream: Any) -> None:
         """Send this rank's tokens and wait for the other ranks' tokens."""
         ...
 
-    def combine(self, partials: Any, ids: Any, norm_weight: Any, eps: float, out: Any) -> None:
+    def combine(
+        self, partials: Any, ids: Any, norm_weight: Any, eps: float, out: Any, stream: Any
+    ) -> None:
         """Send partials home, empty the rows, sum what came back into `out`."""
+        ...
+
+    def poll(self) -> None:
+        """Raise `EpTimeout` if a wait that nobody has heard of yet has expired."""
         ...
 
     def close(self) -> None:
@@ -118,10 +131,13 @@ class Exchange:
         self.world = world
         self.config = config
         self.layout = EpLayout(config)
-        self._engine: Engine | None = HostEngine(world, self.layout)
-        self._received = _receive_views(self._engine.buffers)
+        self._engine: Engine | None = _open_engine(world, self.layout)
+        own = self._engine.buffers.own
+        names = (field.name for field in dataclasses.fields(Received))
+        self._received = Received(*(own(name) for name in names))
         self._busy = threading.Lock()
-        self._sent_ids: Any = None
+        self._sent: int | None = None
+        self._sent_values: Any = None
         self._broken: EpError | None = None
         world.barrier("arming the buffers")
 
@@ -136,13 +152,14 @@ class Exchange:
             Global expert ids. -1 masks a choice. Others outside 0..E-1 raise with `EP_CHECK=1`;
             without it they travel, but select nobody.
         weights : array of float32, `[T_s, K]`
-        stream : None
-            The host backend has no streams.
+        stream : optional
+            On GPUs: an int, a CUstream or anything with `__cuda_stream__`; None is the default
+            stream. The host backend has no streams and takes None alone.
 
         Returns
         -------
         Received
-            Valid until this step's `combine`. All tokens have arrived.
+            Valid until this step's `combine`, in the order of `stream`.
 
         Raises
         ------
@@ -153,18 +170,20 @@ class Exchange:
         EpTimeout
             If ranks did not arrive within `config.timeout_s`.
         """
-        with self._turn(stream) as engine:
-            if self._sent_ids is not None:
+        with self._turn() as engine:
+            if self._sent is not None:
                 raise StateError("dispatch follows a dispatch; call combine in between")
             config = self.config
-            host_array("x", x, BF16, (None, config.hidden))
+            stream = engine.stream(stream)
+            x = engine.array("x", x, BF16, (None, config.hidden))
             tokens = token_count(config, x)
-            host_array("ids", ids, INT32, (tokens, config.top_k))
-            host_array("weights", weights, FP32, (tokens, config.top_k))
+            ids = engine.array("ids", ids, INT32, (tokens, config.top_k))
+            weights = engine.array("weights", weights, FP32, (tokens, config.top_k))
             if checks_values():
-                check_ids(config, ids)
-            engine.dispatch(x, ids, weights)
-            self._sent_ids = ids.copy()
+                self._sent_values = engine.values(ids)
+                check_ids(config, self._sent_values)
+            engine.dispatch(x, ids, weights, stream)
+            self._sent = tokens
             return self._received
 
     def combine(
@@ -190,8 +209,8 @@ class Exchange:
             Of the norm.
         out : array of bfloat16, `[T_s, H]`, optional
             Where the result goes; made if not given.
-        stream : None
-            The host backend has no streams.
+        stream : optional
+            As in `dispatch`.
 
         Returns
         -------
@@ -208,26 +227,36 @@ class Exchange:
         EpTimeout
             If ranks did not arrive within `config.timeout_s`.
         """
-        with self._turn(stream) as engine:
-            if self._sent_ids is None:
+        with self._turn() as engine:
+            if self._sent is None:
                 raise StateError("combine without a dispatch; call dispatch first")
-            hidden, tokens = self.config.hidden, self._sent_ids.shape[0]
-            host_array("partials", partials, BF16, (self.layout.rows, hidden))
-            host_array("ids", ids, INT32, self._sent_ids.shape)
-            if checks_values() and not np.array_equal(ids, self._sent_ids):
-                raise ArgumentError(
-                    "ids are not those of this step's dispatch; pass the same array"
-                )
+            hidden, tokens = self.config.hidden, self._sent
+            stream = engine.stream(stream)
+            partials = engine.array("partials", partials, BF16, (self.layout.rows, hidden))
+            ids = engine.array("ids", ids, INT32, (tokens, self.config.top_k))
+            sent = self._sent_values
+            if sent is not None and not np.array_equal(engine.values(ids), sent):
+                raise ArgumentError("ids are not those of this step's dispatch; pass the same")
             if norm_weight is not None:
-                host_array("norm_weight", norm_weight, BF16, (hidden,))
+                norm_weight = engine.array("norm_weight", norm_weight, BF16, (hidden,))
             eps = check_eps(eps)
             if out is None:
-                out = np.empty((tokens, hidden), BF16)
-            else:
-                host_array("out", out, BF16, (tokens, hidden), out=True)
-            engine.combine(partials, ids, norm_weight, eps, out)
-            self._sent_ids = None
+                out = engine.empty((tokens, hidden))
+            target = engine.array("out", out, BF16, (tokens, hidden), out=True)
+            engine.combine(partials, ids, norm_weight, eps, target, stream)
+            self._sent = self._sent_values = None
             return out
+
+    def poll(self) -> None:
+        """Raise if a wait on the device has expired. Local; does not wait for the device.
+
+        Raises
+        ------
+        EpTimeout
+            The steps since then are lost; close the exchange and make a new one.
+        """
+        with self._turn():
+            pass
 
     def close(self) -> None:
         """Give the buffer back. Collective the first time; nothing after that.
@@ -257,9 +286,7 @@ class Exchange:
         # Otherwise peers may be anywhere, and waiting for them could hang: the world ends the job.
 
     @contextmanager
-    def _turn(self, stream: Any) -> Iterator[Engine]:
-        if stream is not None:
-            raise ArgumentError(f"stream is {stream!r}; the host backend has no streams: pass None")
+    def _turn(self) -> Iterator[Engine]:
         if not self._busy.acquire(blocking=False):
             raise StateError("this Exchange is in use by another thread; make one for each")
         try:
@@ -269,6 +296,7 @@ class Exchange:
                 raise StateError(
                     f"this Exchange stopped at: {self._broken}; close it and make a new one"
                 )
+            self._engine.poll()
             yield self._engine
         except EpTimeout as error:
             self._broken = error
@@ -277,6 +305,12 @@ class Exchange:
             self._busy.release()
 
 
-def _receive_views(buffers: EpBuffers) -> Received:
-    own = buffers.own
-    return Received(own("x"), own("scales"), own("ids"), own("weights"), own("header")[:, 0])
+def _open_engine(world: World, layout: EpLayout) -> Engine:
+    # Each backend's libraries are loaded only where it is used.
+    if world.backend is Backend.GPU:
+        from ep.gpu import GpuEngine
+
+        return GpuEngine(world, layout)
+    from ep.host import HostEngine
+
+    return HostEngine(world, layout)

@@ -105,6 +105,14 @@ class EpLayout:
     def total_bytes(self) -> int:  # noqa: D102 - described by the class
         return sum(field.size_bytes for field in self.fields.values())
 
+    @cached_property
+    def source(self) -> Field:
+        """The source words as an array of their own, `[rows]`: word 0 of each header."""
+        header = self.fields["header"]
+        return dataclasses.replace(
+            header, name="source", shape=header.shape[:1], strides_bytes=header.strides_bytes[:1]
+        )
+
     def row(self, src_rank: int, token_idx: int) -> int:
         """Receive row of token `token_idx` of rank `src_rank`."""
         return src_rank * self.stride + token_idx

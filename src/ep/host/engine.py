@@ -7,12 +7,14 @@ flags and lowers them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
+from ep.arguments import host_array
 from ep.buffers import EpBuffers
+from ep.errors import ArgumentError
 from ep.host.mxfp8 import quantize
 from ep.host.norm import rms_norm
 from ep.layout import EMPTY_SOURCE, SOURCE_BITS
@@ -54,7 +56,29 @@ class HostEngine:
         """The receive rows and all else, as views."""
         return self._buffers
 
-    def dispatch(self, x: Array, ids: Array, weights: Array) -> None:
+    def array(
+        self, name: str, array: Any, dtype: np.dtype[Any], shape: Any, *, out: bool = False
+    ) -> Array:
+        """Check one argument."""
+        return host_array(name, array, dtype, shape, out=out)
+
+    def stream(self, stream: Any) -> None:
+        """Refuse everything but None."""
+        if stream is not None:
+            raise ArgumentError(f"stream is {stream!r}; the host backend has no streams: pass None")
+
+    def empty(self, shape: tuple[int, int]) -> Array:
+        """Make a BF16 array for a result."""
+        return np.empty(shape, ml_dtypes.bfloat16)
+
+    def values(self, array: Array) -> Array:
+        """Copy an argument."""
+        return array.copy()
+
+    def poll(self) -> None:
+        """Do nothing: an expired wait raises where it waits."""
+
+    def dispatch(self, x: Array, ids: Array, weights: Array, stream: None) -> None:  # noqa: ARG002
         """Send tokens, then wait until every rank has sent its own. Collective."""
         self._step += 1
         tokens = x.shape[0]
@@ -75,7 +99,13 @@ class HostEngine:
         self._buffers.own("counts")[:] = flags - 1
 
     def combine(
-        self, partials: Array, ids: Array, norm_weight: Array | None, eps: float, out: Array
+        self,
+        partials: Array,
+        ids: Array,
+        norm_weight: Array | None,
+        eps: float,
+        out: Array,
+        stream: None,  # noqa: ARG002
     ) -> None:
         """Send partials home, empty the rows, then sum what came back. Collective."""
         header = self._buffers.own("header")
@@ -134,6 +164,6 @@ class HostEngine:
             self._everybody, phase, self._step, self._config.timeout_s, phase.name.lower()
         )
         flags = self._buffers.own(name)[:, 0]
-        values = flags.astype(np.int64)
+        values: npt.NDArray[np.int64] = flags.astype(np.int64)
         flags[:] = 0
         return values
