@@ -29,7 +29,7 @@ def run_ranks(
     function : callable
         Called with the rank's `World`, which is closed when it returns.
     backend : str
-        As in `World.connect`.
+        As in `World.connect`. Ranks share the GPUs that the process sees.
     timeout_s : float
         Bound of each wait during set-up.
 
@@ -49,7 +49,7 @@ def run_ranks(
     def play(rank: int) -> T:
         channel = ThreadChannel(group, rank)
         try:
-            with World(channel, backend, timeout_s) as world:
+            with World(channel, backend, timeout_s, share_gpus=True) as world:
                 return function(world)
         except BaseException:
             channel.abort(1)

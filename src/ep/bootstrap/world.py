@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ep.bootstrap.channel import Channel, SingleChannel
+from ep.bootstrap.device import choose_device, gpu_obstacle
 from ep.bootstrap.launcher import detect
 from ep.bootstrap.mpi import open_mpi_channel
 from ep.errors import ArgumentError, BootstrapError, CollectiveError, EpError, StateError
@@ -20,6 +21,8 @@ from ep.errors import ArgumentError, BootstrapError, CollectiveError, EpError, S
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
+
+    from ep.memory.cuda import Device
 
 logger = logging.getLogger(__name__)
 
@@ -57,26 +60,53 @@ class World:
     places : tuple of Place
         Of every rank.
     backend : Backend
+    device : Device or None
+        The GPU of this rank, on the GPU backend.
+    shares_gpus : bool
+        Whether some ranks share a GPU.
     """
 
     def __init__(
-        self, channel: Channel, backend: str, timeout_s: float = BOOTSTRAP_TIMEOUT_S
+        self,
+        channel: Channel,
+        backend: str,
+        timeout_s: float = BOOTSTRAP_TIMEOUT_S,
+        *,
+        share_gpus: bool = False,
     ) -> None:
         self._channel = channel
         self._timeout_s = timeout_s
         self._closed = False
         self.rank = channel.rank
         self.size = channel.size
+        obstacle = None if backend == Backend.HOST else gpu_obstacle()
         gathered = self.allgather(
-            {"place": [socket.gethostname(), _boot_id()], "backend": backend}, "start-up"
+            {
+                "place": [socket.gethostname(), _boot_id()],
+                "backend": backend,
+                "obstacle": obstacle,
+            },
+            "start-up",
         )
         self.places = _places([tuple(said["place"]) for said in gathered])
         self.local_rank = self.places[self.rank].local_rank
         self.local_size = self.places[self.rank].local_size
-        self.backend = _agree_on_backend([said["backend"] for said in gathered])
+        self.backend = _agree_on_backend(
+            [said["backend"] for said in gathered], [said["obstacle"] for said in gathered]
+        )
+        self.device: Device | None = None
+        self.shares_gpus = False
+        if self.backend is Backend.GPU:
+            self._take_device(share_gpus)
 
     @classmethod
-    def connect(cls, backend: str = "auto", *, timeout_s: float = BOOTSTRAP_TIMEOUT_S) -> World:
+    def connect(
+        cls,
+        backend: str = "auto",
+        *,
+        timeout_s: float = BOOTSTRAP_TIMEOUT_S,
+        share_gpus: bool | None = None,
+    ) -> World:
         """Join the job that the launcher started, or make a world of one. Collective.
 
         Parameters
@@ -85,6 +115,9 @@ class World:
             "auto" takes GPUs where every rank has one and the `gpu` extra is installed.
         timeout_s : float
             Bound of each wait during set-up, in seconds.
+        share_gpus : bool, optional
+            Let several ranks use one GPU: right, but slow unless CUDA MPS runs. If not given,
+            the variable `EP_SHARE_GPUS=1` says so.
 
         Returns
         -------
@@ -95,13 +128,17 @@ class World:
         ArgumentError
             If there is no such backend.
         BootstrapError
-            If the launcher's variables, MPI and its library do not fit together.
+            If the launcher's variables, MPI and its library do not fit together; on GPUs, if a rank
+            has none, or shares one without having asked for it.
         EpTimeout
             If ranks are missing, naming them.
         """
         if backend not in ("auto", *Backend):
             raise ArgumentError(f"backend={backend!r}: allowed are auto, {', '.join(Backend)}")
-        world = cls(_open_channel(os.environ, timeout_s), backend, timeout_s)
+        if share_gpus is None:
+            share_gpus = os.environ.get("EP_SHARE_GPUS", "0") not in ("", "0")
+        channel = _open_channel(os.environ, timeout_s)
+        world = cls(channel, backend, timeout_s, share_gpus=share_gpus)
         if world.size > 1:
             world._end_job_on_uncaught_errors()
         return world
@@ -181,6 +218,25 @@ class World:
                 f"{what} must be the same on every rank; " + "; ".join(complaints)
             )
 
+    def _take_device(self, share_gpus: bool) -> None:
+        error: EpError | None = None
+        try:
+            self.device = choose_device(self.local_rank, share_gpus=share_gpus)
+        except EpError as problem:
+            error = problem
+        self.agree(error, "choosing a GPU")
+        uuids = self.allgather(self.device.uuid if self.device else "", "choosing a GPU")
+        owners: dict[str, list[int]] = {}
+        for rank, uuid in enumerate(uuids):
+            owners.setdefault(uuid, []).append(rank)
+        shared = [ranks for ranks in owners.values() if len(ranks) > 1]
+        self.shares_gpus = bool(shared)
+        if shared and not share_gpus:
+            raise BootstrapError(
+                f"several ranks have one GPU: {'; '.join(map(_ranks, shared))}; start one rank a "
+                "GPU, check CUDA_VISIBLE_DEVICES, or allow it with EP_SHARE_GPUS=1 (--share-gpus)"
+            )
+
     def _end_job_on_uncaught_errors(self) -> None:
         # At exit MPI would wait for all ranks, and so this one's traceback for their timeouts.
         hook = sys.excepthook
@@ -253,13 +309,17 @@ def _open_channel(environ: Mapping[str, str], timeout_s: float) -> Channel:
     return open_mpi_channel(launch, timeout_s)
 
 
-def _agree_on_backend(asked: list[str]) -> Backend:
+def _agree_on_backend(asked: list[str], obstacles: list[str | None]) -> Backend:
     if len(set(asked)) > 1:
         told = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(asked))
         raise CollectiveError(f"backend must be the same on every rank; {told}")
-    if asked[0] == Backend.GPU:
-        raise BootstrapError("backend='gpu' is not part of this build; use backend='host'")
-    return Backend.HOST
+    without = {rank: words for rank, words in enumerate(obstacles) if words}
+    if asked[0] == Backend.HOST or (asked[0] == "auto" and without):
+        return Backend.HOST
+    if without:
+        told = "; ".join(f"rank {rank}: {words}" for rank, words in without.items())
+        raise BootstrapError(f"backend='gpu' cannot be had: {told}; use backend='host'")
+    return Backend.GPU
 
 
 def _places(said: list[tuple[str, str]]) -> tuple[Place, ...]:

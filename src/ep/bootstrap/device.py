@@ -1,0 +1,47 @@
+"""Which GPU a rank uses, and why it may have none."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from ep.errors import BootstrapError
+from ep.memory.cuda import Device, device_count
+
+_NEEDED = ("cuda.bindings", "cutlass", "nvshmem")
+
+
+def gpu_obstacle() -> str | None:
+    """Say why this process cannot use the GPU backend; None if it can. Local."""
+    missing = [name for name in _NEEDED if not _is_installed(name)]
+    if missing:
+        return f"{', '.join(missing)} not installed (pip install 'ep[gpu]')"
+    return None if device_count() else "no CUDA device is visible"
+
+
+def choose_device(local_rank: int, *, share_gpus: bool) -> Device:
+    """Open the GPU of the `local_rank`-th rank of this node. Local.
+
+    A launcher that binds GPUs shows each rank its own, as device 0; otherwise ranks take the
+    visible devices in order.
+
+    Raises
+    ------
+    BootstrapError
+        If there are more ranks than devices and sharing was not asked for.
+    """
+    visible = device_count()
+    if visible == 1:
+        return Device.open(0)
+    if local_rank >= visible and not share_gpus:
+        raise BootstrapError(
+            f"local rank {local_rank} has no GPU: {visible} are visible; start at most one rank a "
+            "GPU, or allow sharing with EP_SHARE_GPUS=1 (--share-gpus)"
+        )
+    return Device.open(local_rank % visible)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
