@@ -34,5 +34,9 @@ cd -- "$ep_root"
 ruff check
 ruff format --check
 mypy
-shellcheck --external-sources launch/*.sh .ci/run
+if command -v shellcheck >/dev/null; then
+  shellcheck --external-sources launch/*.sh .ci/run
+else
+  ep_say "no shellcheck for this kind of machine: the scripts were not checked"
+fi
 exec pytest "$@"

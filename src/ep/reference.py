@@ -238,17 +238,16 @@ def combine(
     """Combine of all ranks at once.
 
     A token's result is the FP32 sum, from +0 and in rank order, of its rows on the ranks that own
-    one of its experts, rounded once to BF16; then `rms_norm` of that if there is a weight. Rows
-    of other tokens and of other ranks are not looked at, whatever they hold.
+    one of its experts, rounded once to BF16; then `rms_norm` of that if there is a weight. All
+    other rows are not looked at, whatever they hold.
 
     Parameters
     ----------
     partials : one bfloat16 `[ranks * stride, H]` a destination rank
         Row by row as `dispatch` laid them out.
     ids : one int32 `[T_s, K]` a source rank
-        The same as in dispatch.
     ranks, experts, stride : int
-        The same as in dispatch.
+        The same as in dispatch, ids too.
     norm_weight : bfloat16 `[H]`, or one such a source rank, optional
     eps : float
         Added to the mean square, as FP32; above 0.
@@ -264,9 +263,8 @@ def combine(
             raise ValueError(
                 f"partials[{rank}] has shape {partial.shape}, want [{ranks * stride}, H]"
             )
-    norm_weights = _one_a_rank(norm_weight, ranks)
     results = []
-    for src, norm in enumerate(norm_weights):
+    for src, norm in enumerate(_one_a_rank(norm_weight, ranks)):
         num_tokens = _check_tokens(src, ids[src], stride)
         owners = owner_of(ids[src], ranks, experts)
         total = np.zeros((num_tokens, partials[0].shape[1]), np.float32)

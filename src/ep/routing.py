@@ -99,11 +99,7 @@ def route(
             odds += _generator(_Stream.POPULARITY, seed).permutation(experts)
         ids = _distinct(rng, num_tokens, top_k, odds)
     if routing is Routing.MASKED:
-        draws = _generator(_Stream.MASK, seed, step, rank).random((num_tokens, top_k + 1))
-        ids[draws[:, :top_k] < masked_ratio] = -1
-        ids[draws[:, top_k] < FULLY_MASKED] = -1
-        if num_tokens > 1:
-            ids[step % num_tokens] = -1
+        _mask(ids, _generator(_Stream.MASK, seed, step, rank), masked_ratio, step)
     weights = _generator(_Stream.WEIGHTS, seed, step, rank).integers(
         1, 1 << 24, (num_tokens, top_k)
     )
@@ -202,7 +198,7 @@ def _distinct(
 ) -> _Ints:
     """Draw without replacement: expert i has weight 1 / odds[i]; odds is `[E]`."""
     ids = np.empty((num_tokens, top_k), np.int32)
-    columns = np.arange(top_k) % min(top_k, len(odds))
+    columns = np.arange(top_k) % len(odds)
     for start in range(0, num_tokens, ROWS_AT_ONCE):
         part = ids[start : start + ROWS_AT_ONCE]
         keys = rng.standard_exponential((len(part), len(odds))) * odds
@@ -222,9 +218,19 @@ def _one_rank(
         draws = rng.random((len(part), 1 + size.max()))
         owner = (draws[:, :1] * len(owners)).astype(np.intp)
         keys = np.where(np.arange(size.max()) < size[owner], draws[:, 1:], np.inf)
-        columns = np.arange(top_k) % np.minimum(size[owner], top_k)
+        columns = np.arange(top_k) % size[owner]
         part[:] = first[owner] + np.take_along_axis(_least(keys, top_k), columns, axis=1)
     return ids
+
+
+def _mask(ids: _Ints, rng: np.random.Generator, ratio: float, step: int) -> None:
+    num_tokens, top_k = ids.shape
+    draws = rng.random((num_tokens, top_k + 1))
+    ids[draws[:, :top_k] < ratio] = -1
+    ids[draws[:, top_k] < FULLY_MASKED] = -1
+    if num_tokens > 1:
+        # A lone token stays: a step of one would else never send.
+        ids[step % num_tokens] = -1
 
 
 def _least(keys: npt.NDArray[np.float64], count: int) -> _Ints:

@@ -16,7 +16,15 @@ from ep.bootstrap.channel import Channel, SingleChannel
 from ep.bootstrap.device import choose_device, gpu_obstacle
 from ep.bootstrap.launcher import detect
 from ep.bootstrap.mpi import open_mpi_channel
-from ep.errors import ArgumentError, BootstrapError, CollectiveError, EpError, StateError
+from ep.errors import (
+    ArgumentError,
+    BootstrapError,
+    CollectiveError,
+    DeviceError,
+    EpError,
+    HeapError,
+    StateError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BOOTSTRAP_TIMEOUT_S = 60.0
+_AGREED_KINDS = {kind.__name__: kind for kind in (BootstrapError, DeviceError, HeapError)}
 
 
 class Backend(StrEnum):
@@ -182,17 +191,17 @@ class World:
         Raises
         ------
         EpError
-            On every rank: of `error`'s own type where every failing rank says the same thing,
-            else `CollectiveError` with each failing rank's words.
+            On every rank, with each failing rank's words; of the kind that failed where all
+            failing ranks say the same kind of error, else `CollectiveError`.
         """
-        said = self.allgather(None if error is None else f"{error}", what)
-        failed = {rank: words for rank, words in enumerate(said) if words is not None}
+        said = self.allgather(error and [type(error).__name__, str(error)], what)
+        failed = {rank: told for rank, told in enumerate(said) if told}
         if not failed:
             return
-        if error is not None and len(set(failed.values())) == 1 and isinstance(error, EpError):
-            raise error
-        words = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-        raise CollectiveError(
+        words = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in failed.items())
+        kinds = {kind for kind, _ in failed.values()}
+        kind = _AGREED_KINDS.get(kinds.pop(), CollectiveError) if len(kinds) == 1 else None
+        raise (kind or CollectiveError)(
             f"{what} failed on {len(failed)} of {self.size} ranks: {words}"
         ) from error
 

@@ -151,8 +151,9 @@ class HostEngine:
         own("header")[rows, 0] = EMPTY_SOURCE
         own("ids")[rows] = self._config.empty_id(self._rank)
         own("weights")[rows] = 0
-        # A block of NaNs left scale 255, which is itself NaN: an empty row must stay finite.
-        own("scales")[rows] = 0
+        # A block of NaNs left scale 255, itself a NaN, and an empty row must be finite. By bytes:
+        # E8M0 has no zero, and NumPy would write the number 0 as NaN.
+        own("scales").view(np.uint8)[rows] = 0
 
     def _raise_flags(self, name: str, phase: Phase, value: int) -> None:
         for peer in range(self._config.ranks):

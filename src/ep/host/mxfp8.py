@@ -40,6 +40,7 @@ def quantize(
     scale = amax.astype(np.int32)
     # A BF16 amax is 2^(e-127) * (1 + m/128); 448 is 1.75 * 2^8.
     scale = np.clip((scale >> 7) - 8 + ((scale & 0x7F) > 0x60), 0, 254)
+    scale = np.where(amax == _INF, 254, scale)
     scale = np.where(is_nan.all(axis=-1), 255, scale)
     factor = np.ldexp(np.float32(1), np.where((scale == 0) | (scale >= 254), -200, 127 - scale))
     with np.errstate(invalid="ignore", over="ignore"):

@@ -53,7 +53,7 @@ def _sum_of_squares(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
         lanes = lanes[..., :half] + lanes[..., half:]
-    groups = lanes.reshape(tokens, -1, _ACCUMULATORS)
+    groups = lanes.reshape(tokens, num_segments // _ACCUMULATORS, _ACCUMULATORS)
     sums = groups[:, 0]
     for group in range(1, groups.shape[1]):
         sums = sums + groups[:, group]

