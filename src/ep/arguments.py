@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ep.config import EpConfig
 
-    Array = npt.NDArray[np.generic]
+    Array = npt.NDArray[Any]
     Shape = tuple[int | None, ...]
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -133,6 +133,6 @@ def check_ids(config: EpConfig, ids: Array) -> None:
 
 def check_eps(eps: Any) -> float:
     """Return `eps` as a float; raises `ArgumentError` unless it is finite and not negative."""
-    if isinstance(eps, numbers.Real) and math.isfinite(eps) and eps >= 0:
+    if isinstance(eps, numbers.Real) and math.isfinite(eps) and float(eps) >= 0:
         return float(eps)
     raise ArgumentError(f"eps is {eps!r}; allowed is a finite number, 0 or more")

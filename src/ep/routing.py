@@ -82,8 +82,7 @@ def route(
     -------
     ids : ndarray of int32 `[T, K]`
     weights : ndarray of float32 `[T, K]`
-        In (0, 1), not normalized: a sum's last bit may depend on the machine. Masked choices
-        have one too.
+        In (0, 1), also of masked choices. Not normalized: a sum's bits depend on the machine.
     """
     routing = Routing(routing)
     rng = _generator(_Stream.IDS, seed, step, rank)
@@ -100,10 +99,9 @@ def route(
         ids = _distinct(rng, num_tokens, top_k, odds)
     if routing is Routing.MASKED:
         _mask(ids, _generator(_Stream.MASK, seed, step, rank), masked_ratio, step)
-    weights = _generator(_Stream.WEIGHTS, seed, step, rank).integers(
-        1, 1 << 24, (num_tokens, top_k)
-    )
-    return ids, (weights / (1 << 24)).astype(np.float32)
+    draws = _generator(_Stream.WEIGHTS, seed, step, rank)
+    weights = draws.integers(1, 1 << 24, (num_tokens, top_k)) / (1 << 24)
+    return ids, weights.astype(np.float32)
 
 
 def tokens(step: int, rank: int, num_tokens: int, hidden: int, seed: int = 0) -> BFloat16Array:

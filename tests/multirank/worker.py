@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import resource
 import sys
 import time
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import pytest
 
 import ep
 from ep.bench.cases import Case, Step
@@ -23,6 +23,24 @@ SHAPES = {
     "gpt_oss_120b": {"hidden": 2880, "experts": 128, "top_k": 4},
     "tiny": {"hidden": 32, "experts": 7, "top_k": 3},
 }
+
+
+class raises:  # noqa: N801 - as in pytest, which a worker's environment may not have
+    """Expect an exception whose words match."""
+
+    def __init__(self, kind, match=""):
+        self.kind, self.match, self.error = kind, match, None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.error = error
+        if error is None:
+            raise AssertionError(f"did not raise {self.kind.__name__}")
+        if issubclass(kind, self.kind) and not re.search(self.match, str(error)):
+            raise AssertionError(f"{error} does not match {self.match}")
+        return issubclass(kind, self.kind)
 
 
 def check(world, exchange, step):
@@ -133,9 +151,9 @@ def different_config(world):
     """A field that differs on one rank fails on all, naming field, values and ranks."""
     for field, value in (("max_tokens", 9), ("hidden", 64), ("timeout_s", 11.0)):
         fields = {field: value} if world.rank == 2 else {}
-        with pytest.raises(ep.CollectiveError) as caught:
+        with raises(ep.CollectiveError) as caught:
             ep.Exchange(world, config(world, "tiny", fields.pop("max_tokens", 2), **fields))
-        words = str(caught.value)
+        words = str(caught.error)
         assert f"EpConfig.{field} differs: " in words, words
         assert f"{value} on rank 2" in words, words
         assert "on ranks 0-1, 3" in words, words
@@ -148,7 +166,7 @@ def full_memory(world):
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if world.rank == 2:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
-    with pytest.raises(ep.HeapError, match=r"on 1 of 4 ranks: rank 2: cannot allocate [0-9]+ "):
+    with raises(ep.HeapError, match=r"on 1 of 4 ranks: rank 2: cannot allocate [0-9]+ "):
         ep.Exchange(world, config(world, "tiny", 4))
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     with ep.Exchange(world, config(world, "tiny", 4)) as exchange:
@@ -164,7 +182,7 @@ def wrong_input(world):
         if world.rank == 1:
             inputs = case.step(1, 4).inputs(1)
             for x in (inputs.x[:, :16], np.zeros((5, 32), BF16)):
-                with pytest.raises(ep.ArgumentError):
+                with raises(ep.ArgumentError):
                     exchange.dispatch(x, inputs.ids, inputs.weights)
         check(world, exchange, case.step(1, 4))
 
@@ -188,14 +206,14 @@ def absent_rank(world):
     inputs = step.inputs(world.rank)
     if world.rank != 1:
         start = time.monotonic()
-        with pytest.raises(ep.EpTimeout) as caught:
+        with raises(ep.EpTimeout) as caught:
             exchange.dispatch(*inputs)
         assert 0.5 <= time.monotonic() - start < 2
-        error = caught.value
+        error = caught.error
         assert (error.phase, error.step, error.rank) == ("dispatch", 2, world.rank)
         assert (error.awaited, error.seen) == ((1,), (1,))
         assert "waited 0.5 s for rank 1 (their last seen step: 1)" in str(error)
-        with pytest.raises(ep.StateError, match="this Exchange stopped at: rank"):
+        with raises(ep.StateError, match="this Exchange stopped at: rank"):
             exchange.dispatch(*inputs)
     world.barrier()
     exchange.close()
@@ -223,9 +241,9 @@ def missing_at_start(world):
         time.sleep(3)
         return
     world._timeout_s = 1
-    with pytest.raises(ep.EpTimeout, match=r"configuration waited .* for rank 3") as caught:
+    with raises(ep.EpTimeout, match=r"configuration waited .* for rank 3") as caught:
         ep.Exchange(world, config(world, "tiny", 4))
-    assert caught.value.awaited == (3,)
+    assert caught.error.awaited == (3,)
     print("named", flush=True)
     os._exit(0)
 

@@ -5,6 +5,7 @@ import pickle
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from ep import ArgumentError, ConfigError, DispatchFormat, EpConfig
 from tests.strategies import configs
 
-GOOD = {"ranks": 4, "hidden": 64, "experts": 10, "top_k": 2, "max_tokens": 8}
+GOOD: dict[str, Any] = {"ranks": 4, "hidden": 64, "experts": 10, "top_k": 2, "max_tokens": 8}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep import reference
@@ -227,6 +227,7 @@ def test_owners_by_hand() -> None:
     assert owner.dtype == np.int32
 
 
+@settings(deadline=None)
 @given(ranks=st.integers(1, 72), experts=st.integers(1, 1000))
 def test_every_expert_has_one_owner(ranks: int, experts: int) -> None:
     owners = reference.owner_of(np.arange(experts), ranks, experts)

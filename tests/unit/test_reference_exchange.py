@@ -183,7 +183,28 @@ def test_norm_order_and_truth(hidden: int) -> None:
     np.testing.assert_allclose(y, wide * truth * weight.astype(np.float64), rtol=2**-8 + 1e-5)
 
 
-def test_norm_of_the_rounded_sum_by_hand() -> None:
+def test_accumulators_are_added_in_pairs() -> None:
+    rng = np.random.default_rng(4)
+    x = (rng.standard_normal((64, 1024)) * np.repeat([3, 1, 2, 1.5], 256)).astype(
+        ml_dtypes.bfloat16
+    )
+    rstd = reference.rms_rstd(x, 1e-5)
+    assert rstd.tolist() == [float(rstd_by_lanes(row, 1e-5)) for row in x]
+
+
+def test_norm_is_of_the_rounded_sum() -> None:
+    rng = np.random.default_rng(5)
+    partials = [rng.standard_normal((6, 64)).astype(ml_dtypes.bfloat16) for _ in range(2)]
+    ids = [np.tile(np.arange(2, dtype=np.int32), (3, 1))] * 2
+    weight = rng.standard_normal(64).astype(ml_dtypes.bfloat16)
+    sizes = Sizes(ranks=2, experts=2, stride=3)
+    sums = reference.combine(partials, ids, **sizes)
+    normed = reference.combine(partials, ids, norm_weight=weight, eps=0.25, **sizes)
+    for total, y in zip(sums, normed, strict=True):
+        assert y.tobytes() == reference.rms_norm(total, weight, 0.25).tobytes()
+
+
+def test_norm_by_hand() -> None:
     # Squares of +-3 sum to 9 * H exactly: rstd is 1/3 rounded, and 3 * that rounds to 1.
     partial = np.full((2, BLOCK), -1.5, ml_dtypes.bfloat16)
     partial[1] = 3
@@ -207,6 +228,7 @@ def test_norm_passes_nan_and_inf_and_overflows_to_zero() -> None:
     assert not np.delete(y[1], 5).any()
     assert not y[2].any()
     assert (y[3] == 1).all()
+    np.testing.assert_array_equal(reference.rms_rstd(x[:3]), np.array([np.nan, 0, 0], np.float32))
 
 
 def test_exchange_refuses_what_does_not_fit() -> None:

@@ -9,7 +9,15 @@ import numpy.typing as npt
 import pytest
 
 from ep import reference
-from ep.routing import Routing, partials_for, route, token_counts, tokens
+from ep.routing import (
+    Routing,
+    _generator,
+    _Stream,
+    partials_for,
+    route,
+    token_counts,
+    tokens,
+)
 
 Array = npt.NDArray[Any]
 K3 = {"top_k": 16, "ranks": 16, "experts": 896}
@@ -47,6 +55,11 @@ def test_names_of_the_command_line() -> None:
     np.testing.assert_array_equal(named, ids_of(Routing.ONE_RANK))
     with pytest.raises(ValueError, match="one_rank"):
         route("one_rank", 0, 0, num_tokens=64, **K3)
+
+
+def test_no_two_purposes_share_random_numbers() -> None:
+    drawn = {int(_generator(stream, 3, 1, 2).integers(1 << 62)) for stream in _Stream}
+    assert len(drawn) == len(_Stream)
 
 
 @EVERY

@@ -1,0 +1,212 @@
+"""Options, exit codes, and who says what: every rank runs this, rank 0 speaks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ep.bench.cases import Case
+from ep.bench.record import append, to_json
+from ep.bench.sweep import Plan, Sweep
+from ep.bootstrap import Backend, World
+from ep.bootstrap.launcher import detect
+from ep.config import MAX_TOKENS, EpConfig
+from ep.errors import CollectiveError, ConfigError, EpError, HeapError
+from ep.exchange import Exchange
+from ep.routing import Routing
+
+TIMEOUT_S = 300.0
+"""Bound of waits outside of steps: the oracle takes its time where ranks outnumber cores."""
+
+
+class TokenCounts(click.ParamType[tuple[int, ...]]):
+    """Numbers with commas between."""
+
+    name = "counts"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """See click."""
+        if isinstance(value, tuple):
+            return value
+        counts = tuple(int(part) if part.strip().isdecimal() else -1 for part in value.split(","))
+        if not all(0 <= count <= MAX_TOKENS for count in counts):
+            self.fail(
+                f"{value!r} is not allowed: numbers 0..{MAX_TOKENS} with commas between", param, ctx
+            )
+        return counts
+
+
+@click.command()
+@click.option(
+    "--config",
+    "source",
+    metavar="NAME|FILE",
+    default="kimi_k3",
+    show_default=True,
+    help=f"Model shape: {', '.join(EpConfig.available())}, or a .toml file.",
+)
+@click.option(
+    "--tokens",
+    type=TokenCounts(),
+    metavar="T,...",
+    default="1,5,8,16,64",
+    show_default=True,
+    help="Tokens a rank sends in a step, a row of the table each.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1, MAX_TOKENS),
+    help="Most tokens the buffer has room for.  [default: the largest of --tokens]",
+)
+@click.option(
+    "--routing",
+    type=click.Choice([routing.value for routing in Routing]),
+    default=Routing.UNIFORM.value,
+    show_default=True,
+    help="How tokens choose their experts.",
+)
+@click.option(
+    "--uneven", is_flag=True, help="Ranks send 0 to T tokens, differing by rank and step."
+)
+@click.option(
+    "--steps", type=click.IntRange(1), default=100, show_default=True, help="Timed steps a row."
+)
+@click.option(
+    "--warmup", type=click.IntRange(0), default=10, show_default=True, help="Steps before them."
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of all data.")
+@click.option("--norm/--no-norm", default=True, show_default=True, help="RMSNorm in combine.")
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", *(backend.value for backend in Backend)]),
+    default="auto",
+    show_default=True,
+    help="What moves the tokens.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Append each row to FILE, as one JSON object a line.",
+)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    source: str,
+    tokens: tuple[int, ...],
+    max_tokens: int | None,
+    routing: str,
+    *,
+    uneven: bool,
+    steps: int,
+    warmup: int,
+    seed: int,
+    norm: bool,
+    backend: str,
+    json_path: Path | None,
+) -> None:
+    """Check and time dispatch and combine.
+
+    Every rank's rows and results are compared with the oracle bit for bit, before and after the
+    timing. Exits with 1 if any differ. Run it alone, or with one process a rank:
+
+    mpirun -np 16 python -m ep.bench
+    """
+    most = max(*tokens, 1)
+    if max_tokens is not None and max_tokens < most:
+        raise click.BadParameter(
+            f"{max_tokens} is below the {most} of --tokens", param_hint="--max-tokens"
+        )
+    try:
+        launch = detect(os.environ)
+        config = EpConfig.load(
+            source, ranks=1 if launch is None else launch.size, max_tokens=max_tokens or most
+        )
+    except ConfigError as error:
+        raise click.BadParameter(str(error), param_hint="--config") from error
+    if json_path is not None and (launch is None or launch.rank == 0):
+        _check_writable(json_path)
+    case = Case(config=config, routing=Routing(routing), uneven=uneven, norm=norm, seed=seed)
+    try:
+        world = World.connect(backend, timeout_s=TIMEOUT_S)
+    except EpError as error:
+        raise click.ClickException(str(error)) from error
+    with world:
+        code = run(world, Plan(source, case, tokens, steps, warmup), json_path)
+    ctx.exit(code)
+
+
+def run(world: World, plan: Plan, json_path: Path | None = None) -> int:
+    """Check, time, report. Collective.
+
+    Returns
+    -------
+    int
+        Exit code, the same on every rank: 1 if a check failed or ranks could not begin.
+    """
+    try:
+        world.agree_on(plan.facts(), "the benchmark's options")
+        exchange = Exchange(world, plan.case.config)
+    except (CollectiveError, HeapError) as error:
+        # Raised alike on every rank, so that all may leave in peace.
+        if world.rank == 0:
+            click.echo(f"Error: {error}", err=True)
+        return 1
+    with exchange:
+        if world.rank == 0:
+            return _run_and_report(exchange, plan, json_path)
+        sweep = Sweep(exchange, plan, lambda _num_tokens, _phase: None)
+        rows = list(sweep.rows())
+        return int(bool(rows[-1].complaints))
+
+
+def _run_and_report(exchange: Exchange, plan: Plan, json_path: Path | None) -> int:
+    # Only here: the other ranks need nothing of it.
+    from ep.bench.report import Report
+
+    report = Report(exchange.world, plan)
+    failed = False
+    with report:
+        for row in Sweep(exchange, plan, report.tell).rows():
+            failed |= bool(row.complaints)
+            report.add(row)
+            if json_path is not None:
+                append(json_path, to_json(row, plan, exchange.world))
+    report.show()
+    return int(failed)
+
+
+def _check_writable(path: Path) -> None:
+    """Find out before an hour of work that its results cannot be written."""
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise click.BadParameter(f"cannot append to it: {error}", param_hint="--json") from error
+
+
+def main() -> None:
+    """Run the command; a mistake in the options is told once, not by every rank."""
+    try:
+        sys.exit(command.main(prog_name="python -m ep.bench", standalone_mode=False))
+    except click.ClickException as error:
+        if not isinstance(error, click.UsageError) or _is_first():
+            error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(1)
+
+
+def _is_first() -> bool:
+    launch = None
+    with contextlib.suppress(EpError):
+        launch = detect(os.environ)
+    return launch is None or launch.rank == 0

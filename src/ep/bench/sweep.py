@@ -1,0 +1,116 @@
+"""Check, time and check again, for one number of tokens after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from ep.bench.check import run_checked_step
+from ep.bench.record import Row, gather_traffic
+from ep.bench.timing import Timing, time_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ep.bench.cases import Case
+    from ep.exchange import Exchange
+
+PHASES = ("checking", "timing", "checking again")
+NUM_INPUTS = 4
+"""Steps whose inputs the timed ones use in turn: one draw of a routing may be lucky."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes
+    ----------
+    shape : str
+        Name or file of the config, for people.
+    case : Case
+    tokens : tuple of int
+        A row each: most that a rank sends in a step.
+    steps, warmup : int
+        Timed ones, and those before them.
+    """
+
+    shape: str
+    case: Case
+    tokens: tuple[int, ...]
+    steps: int
+    warmup: int
+
+    def facts(self) -> dict[str, Any]:
+        """Give what must be the same on every rank; the config is the exchange's to compare."""
+        case = self.case
+        return {
+            "tokens": self.tokens,
+            "routing": case.routing,
+            "uneven": case.uneven,
+            "norm": case.norm,
+            "seed": case.seed,
+            "steps": self.steps,
+            "warmup": self.warmup,
+        }
+
+
+class Sweep:
+    """Runs a plan on an exchange.
+
+    Parameters
+    ----------
+    exchange : Exchange
+        Fresh: its steps are counted here, so that a complaint and a timeout name the same step.
+    plan : Plan
+    tell : callable
+        Told of each phase before it begins, with the number of tokens and the phase's name.
+    """
+
+    def __init__(self, exchange: Exchange, plan: Plan, tell: Callable[[int, str], None]) -> None:
+        self._exchange = exchange
+        self._plan = plan
+        self._tell = tell
+        self._steps_done = 0
+
+    def rows(self) -> Iterator[Row]:
+        """Measure; ends after the first row whose check fails. Collective, alike on every rank."""
+        for num_tokens in self._plan.tokens:
+            row = self._measure(num_tokens)
+            yield row
+            if row.complaints:
+                return
+
+    def _measure(self, num_tokens: int) -> Row:
+        exchange, plan = self._exchange, self._plan
+        before, timed, after = PHASES
+        timing: Timing | None = None
+        steps = [
+            plan.case.step(self._steps_done + index, num_tokens)
+            for index in range(1, NUM_INPUTS + 1)
+        ]
+        traffic = gather_traffic(exchange.world, exchange.config, steps)
+        self._tell(num_tokens, before)
+        # Fewer tokens each time: a row that combine did not empty would be found.
+        complaints = self._check(num_tokens, num_tokens // 2, min(num_tokens, 1))
+        if not complaints:
+            self._tell(num_tokens, timed)
+            timing = time_steps(exchange, steps, num_timed=plan.steps, num_warmup=plan.warmup)
+            self._steps_done += plan.steps + plan.warmup
+            self._tell(num_tokens, after)
+            complaints = self._check(num_tokens)
+        return Row(num_tokens, complaints, timing, traffic)
+
+    def _check(self, *counts: int) -> tuple[str, ...]:
+        """Run a checked step for each of `counts` until one fails; every rank's complaints."""
+        world = self._exchange.world
+        for num_tokens in counts:
+            self._steps_done += 1
+            step = self._plan.case.step(self._steps_done, num_tokens)
+            complaint = run_checked_step(self._exchange, step)
+            own = None if complaint is None else str(complaint)
+            said = world.allgather(own, "comparing with the oracle")
+            complaints = tuple(words for words in said if words is not None)
+            if complaints:
+                return complaints
+        return ()
