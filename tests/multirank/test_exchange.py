@@ -74,3 +74,12 @@ def test_a_full_folder_is_told_by_its_name():
 @pytest.mark.parametrize(("ranks", "case"), [(4, "late_rank"), (16, "steps:tiny")])
 def test_under_open_mpi(ranks, case):
     passes(ranks, case, python=Path(os.environ["EP_TEST_OPENMPI"]) / "bin" / "python")
+
+
+def test_an_mpi_that_is_not_the_launchers_is_refused():
+    job = mpirun(
+        1, WORKER, "late_rank", env={"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+    )
+    assert job.code != 0, job
+    assert "the launcher (openmpi) says rank 1 of 4, but MPI" in job.err, job
+    assert "says rank 0 of 1: mpirun and the MPI library" in job.err, job

@@ -41,7 +41,8 @@ def quantize(
     # A BF16 amax is 2^(e-127) * (1 + m/128); 448 is 1.75 * 2^8.
     scale = np.clip((scale >> 7) - 8 + ((scale & 0x7F) > 0x60), 0, 254)
     scale = np.where(amax == _INF, 254, scale)
-    scale = np.where(is_nan.all(axis=-1), 255, scale)
+    # NaN wins where all elements of odd index are NaN, and only there: see the contract.
+    scale = np.where(is_nan[..., 1::2].all(axis=-1), 255, scale)
     factor = np.ldexp(np.float32(1), np.where((scale == 0) | (scale >= 254), -200, 127 - scale))
     with np.errstate(invalid="ignore", over="ignore"):
         scaled = x.astype(np.float32).reshape(blocks) * factor[..., None].astype(np.float32)

@@ -1,0 +1,310 @@
+"""Both kernels compiled for every target, with no GPU: their instructions, registers and cache."""
+
+import functools
+import importlib.util
+import itertools
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ep.config import EpConfig
+from ep.kernels import compile as compiler
+from ep.kernels.grid import combine_ctas, dispatch_ctas
+from ep.kernels.options import Fences, KernelOptions, Pdl
+from ep.layout import EpLayout
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl"
+)
+
+TARGETS = ("sm_90a", "sm_100a", "sm_103a")
+K3 = {"hidden": 3584, "experts": 896, "top_k": 16, "max_tokens": 128}
+SHAPES = {
+    "k3_2": EpConfig(ranks=2, **K3),
+    "k3_16": EpConfig(ranks=16, **K3),
+    "gpt_oss_72": EpConfig(ranks=72, hidden=2880, experts=128, top_k=4, max_tokens=128),
+    "least": EpConfig(ranks=1, hidden=32, experts=1, top_k=1, max_tokens=1),
+    "odd_33": EpConfig(ranks=33, hidden=7264, experts=20, top_k=7, max_tokens=3),
+    "most": EpConfig(ranks=72, hidden=16384, experts=10**6, top_k=32, max_tokens=65535),
+}
+OPTIONS = {
+    "late": KernelOptions(),
+    "off": KernelOptions(pdl=Pdl.OFF, fences=Fences.CTA),
+    "early": KernelOptions(pdl=Pdl.EARLY),
+}
+KERNELS = [
+    (compiler.Kind.DISPATCH, False),
+    (compiler.Kind.COMBINE, False),
+    (compiler.Kind.COMBINE, True),
+]
+
+
+@functools.cache
+def built(kind, norm, shape, arch, options="late"):
+    chosen = OPTIONS[options]
+    return compiler.build(
+        kind,
+        EpLayout(SHAPES[shape]),
+        KernelOptions(pdl=chosen.pdl, fences=chosen.fences, norm=norm),
+        arch,
+    )
+
+
+def every_kernel(*shapes):
+    return pytest.mark.parametrize(
+        ("kind", "norm", "shape", "arch"),
+        [
+            (*kernel, shape, arch)
+            for kernel, shape, arch in itertools.product(KERNELS, shapes, TARGETS)
+        ],
+    )
+
+
+def resources(cubin):
+    """Registers, and bytes of stack of the CUBIN's one kernel, from its ELF attributes."""
+    table, entry_bytes, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)[0], 64, 0, 0
+    entry_bytes, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [
+        struct.unpack_from("<IIQQQQIIQQ", cubin, table + entry_bytes * idx) for idx in range(count)
+    ]
+    strings = sections[names][4]
+    found = {}
+    for section in sections:
+        name = cubin[strings + section[0] :].split(b"\0", 1)[0]
+        if name == b".nv.info":
+            at, end = section[4], section[4] + section[5]
+            while at < end:
+                form, attribute, size = struct.unpack_from("<BBH", cubin, at)
+                at += 4
+                if form == 4:
+                    found[attribute] = struct.unpack_from("<II", cubin, at)[1]
+                    at += size
+    return {"registers": found[0x2F], "frame": found[0x11], "stack": found[0x12]}
+
+
+@functools.cache
+def ptxas():
+    """The assembler of the pip package nvidia-cuda-nvcc, else of a toolkit, else None."""
+    spec = importlib.util.find_spec("nvidia")
+    places = spec.submodule_search_locations if spec else None
+    for place in places or []:
+        for path in sorted(Path(place).glob("*/bin/ptxas")):
+            return str(path)
+    return shutil.which("ptxas")
+
+
+@every_kernel(*SHAPES)
+def test_compiles_without_local_memory(kind, norm, shape, arch):
+    image = built(kind, norm, shape, arch)
+    assert f".target {arch}" in image.ptx
+    assert ".local" not in image.ptx
+    used = resources(image.cubin)
+    assert used["frame"] == used["stack"] == 0
+    assert used["registers"] * image.threads <= 65536
+
+
+@every_kernel("k3_2", "k3_16", "gpt_oss_72")
+def test_ptxas_neither_spills_nor_refuses_an_instruction(kind, norm, shape, arch, tmp_path):
+    if ptxas() is None:
+        pytest.skip("the CUBIN was checked; ptxas itself is not here (nvidia-cuda-nvcc)")
+    image = built(kind, norm, shape, arch)
+    (tmp_path / "kernel.ptx").write_text(image.ptx)
+    done = subprocess.run(
+        [ptxas(), "-v", "-arch", arch, "kernel.ptx", "-o", "kernel.cubin"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in done.stderr
+
+
+def accesses(ptx):
+    """Forms of all global accesses: {"ld.global.v4.b32": 3, ...}."""
+    forms = re.findall(r"\b((?:ld|st|atom|red)\.[\w.]*global[\w.]*) ", ptx)
+    return {form: forms.count(form) for form in set(forms)}
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_dispatch_accesses(arch):
+    found = accesses(built(compiler.Kind.DISPATCH, False, "k3_2", arch).ptx)
+    narrow_stores = found.pop("st.global.b32")
+    assert found == {
+        "ld.global.v4.b32": 2,
+        "st.global.v4.b32": 3,
+        "ld.global.b64": 2,
+        "ld.global.b32": 2,
+        "ld.acquire.sys.global.b32": 1,
+        "ld.relaxed.gpu.global.b32": 1,
+        "st.relaxed.sys.global.b32": 7,
+        "st.release.sys.global.b32": 1,
+        "atom.acq_rel.gpu.global.inc.u32": 1,
+        "atom.relaxed.gpu.global.exch.b32": 1,
+        "red.relaxed.gpu.global.add.u32": 1,
+    }
+    assert narrow_stores == 3
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("norm", [False, True])
+def test_combine_accesses(norm, arch):
+    found = accesses(built(compiler.Kind.COMBINE, norm, "k3_2", arch).ptx)
+    assert found["ld.relaxed.sys.global.v4.b32"] == 2
+    assert found["ld.global.v4.b32"] == 2 + norm
+    # The slot, the scales, the header and the result.
+    assert found["st.global.v4.b32"] == 4
+    assert found["st.global.b32"] == 2
+    assert not [form for form in found if ".nc" in form or ".b8" in form or ".b16" in form]
+
+
+@pytest.mark.parametrize(("kind", "norm"), KERNELS)
+def test_pdl_and_fences_are_what_the_options_say(kind, norm):
+    late, off, early = (
+        built(kind, norm, "k3_2", "sm_90a", options).ptx for options in ("late", "off", "early")
+    )
+    flag_poll = "ld.acquire.sys"
+    assert "griddepcontrol" not in off
+    for ptx in (late, early):
+        assert ptx.count("griddepcontrol.wait") == 1
+        assert ptx.count("griddepcontrol.launch_dependents") == 1
+        first_input = ptx.index("ld.global.b32")
+        assert ptx.index("ld.global.b64") < ptx.index("griddepcontrol.wait") < first_input
+    trigger = "griddepcontrol.launch_dependents"
+    assert early.index(trigger) < early.index("ld.global.b32")
+    assert late.index(flag_poll) < late.index(trigger)
+    for ptx in (late, off, early):
+        assert ptx.count("fence.acq_rel.sys") == 2
+    barrier = (
+        late.index("bar.sync")
+        if kind is compiler.Kind.DISPATCH
+        else late.rindex("bar.sync", 0, late.index("atom.acq_rel"))
+    )
+    assert late.index("fence.acq_rel.sys") < barrier
+    assert off.index("fence.acq_rel.sys") > off.index("bar.sync")
+
+
+@pytest.mark.parametrize(("kind", "norm"), KERNELS)
+def test_products_and_sums_are_never_fused_or_flushed(kind, norm):
+    ptx = built(kind, norm, "k3_2", "sm_90a").ptx
+    assert not re.findall(r"\b(?:add|mul|sub|fma|div)\.(?!rn\.)[\w.]*f32\b", ptx)
+    assert ".ftz" not in ptx
+
+
+def test_rank_and_tokens_are_arguments_only():
+    names = [name for name, _ in built(compiler.Kind.COMBINE, True, "k3_2", "sm_90a").params]
+    assert names == [
+        "table",
+        "partials",
+        "ids",
+        "norm_weight",
+        "out",
+        "record",
+        "timeout_ns",
+        "eps",
+        "rank",
+        "num_tokens",
+    ]
+    names = [name for name, _ in built(compiler.Kind.DISPATCH, False, "k3_2", "sm_90a").params]
+    assert names == ["table", "x", "ids", "weights", "record", "timeout_ns", "rank", "num_tokens"]
+
+
+def test_grids():
+    config = SHAPES["k3_16"]
+    assert [dispatch_ctas(tokens) for tokens in (0, 1, 128)] == [1, 1, 128]
+    assert combine_ctas(config, 0, 264) == 128
+    assert combine_ctas(config, 128, 264) == 264
+    assert combine_ctas(config, 128, 0) == 1
+    assert combine_ctas(SHAPES["least"], 1, 264) == 1
+
+
+# The cache.
+
+
+@pytest.fixture
+def fresh_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("EP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "_images", {})
+    return tmp_path
+
+
+def get_least(**changes):
+    layout = EpLayout(SHAPES["least"])
+    return compiler.get_image(compiler.Kind.DISPATCH, layout, KernelOptions(**changes), "sm_90a")
+
+
+def test_second_process_compiles_nothing(fresh_cache, monkeypatch):
+    first = get_least()
+    assert get_least() is first
+    monkeypatch.setattr(compiler, "_images", {})
+    monkeypatch.setattr(compiler, "build", None)
+    again = get_least()
+    assert (again.entry, again.params, again.cubin) == (first.entry, first.params, first.cubin)
+    assert len(list(fresh_cache.iterdir())) == 1
+
+
+def test_warm_start_imports_no_compiler(fresh_cache):
+    get_least()
+    script = (
+        "import sys, test_kernels as t; t.compiler.build = None; t.get_least();"
+        "sys.exit('cutlass' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, check=True)
+
+
+def test_damaged_file_is_replaced(fresh_cache):
+    first = get_least()
+    (path,) = fresh_cache.iterdir()
+    whole = path.read_bytes()
+    for damage in (b"", b"{}\n", whole[:-1], whole[: len(whole) // 2], b"\xff" * 100):
+        path.write_bytes(damage)
+        compiler._images.clear()
+        assert get_least().cubin == first.cubin
+        assert path.read_bytes() == whole
+
+
+def test_unwritable_cache_only_costs_time(fresh_cache, monkeypatch):
+    (fresh_cache / "file").write_text("")
+    monkeypatch.setenv("EP_CACHE_DIR", str(fresh_cache / "file" / "below"))
+    assert get_least().cubin
+
+
+def test_threads_compile_once(fresh_cache, monkeypatch):
+    build, calls = compiler.build, []
+    monkeypatch.setattr(compiler, "build", lambda *args: calls.append(args) or build(*args))
+    threads = [threading.Thread(target=get_least) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+
+
+def test_key_tells_all_that_matters_apart():
+    def key(config, arch="sm_90a", kind=compiler.Kind.DISPATCH, **options):
+        return compiler.cache_key(kind, EpLayout(config), KernelOptions(**options), arch)
+
+    config = SHAPES["k3_2"]
+    keys = {
+        key(config),
+        key(config, arch="sm_100a"),
+        key(config, kind=compiler.Kind.COMBINE),
+        key(config, pdl=Pdl.OFF),
+        key(config, fences=Fences.CTA),
+        key(config, norm=True),
+        key(EpConfig(ranks=2, **{**K3, "max_tokens": 127})),
+    }
+    assert len(keys) == 7
+    assert key(EpConfig(ranks=2, timeout_s=1.0, **K3)) == key(config)
+
+
+def test_image_survives_the_disk():
+    image = compiler.Image("entry", "sm_90a", 64, (("rank", "u32"),), b"\n\0cubin")
+    assert compiler.Image.loads(image.dumps()) == image
+    assert json.loads(image.dumps().split(b"\n", 1)[0])["entry"] == "entry"
