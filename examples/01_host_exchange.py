@@ -11,7 +11,7 @@ import ep
 BF16 = ml_dtypes.bfloat16
 
 
-def experts(received, local_experts, hidden):
+def experts(received: ep.Received, local_experts: range) -> np.ndarray:
     """Weighted sum over this rank's experts of each row; expert e multiplies by 1 + e / 10."""
     # MXFP8 back to float: each block of 32 elements has one power of two.
     scales = received.scales.astype(np.float32).repeat(32, axis=1)
@@ -21,7 +21,7 @@ def experts(received, local_experts, hidden):
     return (rows * factor).astype(BF16)
 
 
-def main():
+def main() -> None:
     """Run three steps with a different number of tokens each."""
     with ep.World.connect(backend="host") as world:
         config = ep.EpConfig(ranks=world.size, hidden=128, experts=8, top_k=2, max_tokens=4)
@@ -33,13 +33,13 @@ def main():
                 ids = np.ascontiguousarray(ids[:, : config.top_k])
                 weights = np.full(ids.shape, 0.5, np.float32)
                 received = exchange.dispatch(x, ids, weights)
-                partials = experts(received, config.local_experts(world.rank), config.hidden)
+                partials = experts(received, config.local_experts(world.rank))
                 y = exchange.combine(partials, ids)
                 # Each expert's factor is known, so the result is too, up to the formats' rounding.
                 want = x.astype(np.float32) * (1 + ids / 10).mean(axis=1, keepdims=True)
-                error = np.abs(y.astype(np.float32) - want).max(initial=0)
-                assert error < 0.15, error
-                print(f"rank {world.rank}: {tokens} tokens, largest error {error:.3f}", flush=True)
+                # E4M3 keeps 3 bits after the point: a sixteenth, and a little near zero.
+                np.testing.assert_allclose(y.astype(np.float32), want, rtol=0.07, atol=0.03)
+                print(f"rank {world.rank}: {tokens} tokens came back right", flush=True)
 
 
 if __name__ == "__main__":

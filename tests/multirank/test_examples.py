@@ -15,4 +15,4 @@ pytestmark = pytest.mark.ranks
 def test_example(path, ranks):
     job = mpirun(ranks, path)
     assert job.code == 0, job
-    assert job.out.count("largest error") == 3 * ranks, job
+    assert job.out.count("came back right") == 3 * ranks, job

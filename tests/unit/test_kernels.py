@@ -69,7 +69,7 @@ def every_kernel(*shapes):
 
 def resources(cubin):
     """Registers, and bytes of stack of the CUBIN's one kernel, from its ELF attributes."""
-    table, entry_bytes, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)[0], 64, 0, 0
+    (table,) = struct.unpack_from("<Q", cubin, 40)
     entry_bytes, count, names = struct.unpack_from("<HHH", cubin, 58)
     sections = [
         struct.unpack_from("<IIQQQQIIQQ", cubin, table + entry_bytes * idx) for idx in range(count)
@@ -181,13 +181,9 @@ def test_pdl_and_fences_are_what_the_options_say(kind, norm):
     assert late.index(flag_poll) < late.index(trigger)
     for ptx in (late, off, early):
         assert ptx.count("fence.acq_rel.sys") == 2
-    barrier = (
-        late.index("bar.sync")
-        if kind is compiler.Kind.DISPATCH
-        else late.rindex("bar.sync", 0, late.index("atom.acq_rel"))
-    )
-    assert late.index("fence.acq_rel.sys") < barrier
-    assert off.index("fence.acq_rel.sys") > off.index("bar.sync")
+    for ptx, thread_fences in ((late, True), (off, False)):
+        barrier = ptx.rindex("bar.sync", 0, ptx.index("atom.acq_rel"))
+        assert (ptx.index("fence.acq_rel.sys") < barrier) == thread_fences
 
 
 @pytest.mark.parametrize(("kind", "norm"), KERNELS)
