@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ep.bootstrap import World
     from ep.buffers import EpBuffers
     from ep.config import EpConfig
+    from ep.kernels.options import KernelOptions
 
 
 class Engine(Protocol):
@@ -40,12 +41,12 @@ class Engine(Protocol):
         """Check a stream and give it as `dispatch` and `combine` take it."""
         ...
 
-    def empty(self, shape: tuple[int, int]) -> Any:
+    def empty(self, shape: tuple[int, int], stream: Any) -> Any:
         """Make a BF16 array for a result."""
         ...
 
-    def values(self, array: Any) -> Any:
-        """Copy an argument to NumPy, to look at its values."""
+    def values(self, array: Any, stream: Any) -> Any:
+        """Copy an argument to NumPy, to look at its values; None where that cannot be now."""
         ...
 
     def dispatch(self, x: Any, ids: Any, weights: Any, stream: Any) -> None:
@@ -60,6 +61,10 @@ class Engine(Protocol):
 
     def poll(self) -> None:
         """Raise `EpTimeout` if a wait that nobody has heard of yet has expired."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until this rank's own work has ended."""
         ...
 
     def close(self) -> None:
@@ -101,6 +106,8 @@ class Exchange:
     world : World
     config : EpConfig
         The same on every rank, `config.ranks` being the world's size.
+    kernel_options : KernelOptions, optional
+        How the GPU backend's kernels are built; the best known choice if not given.
 
     Raises
     ------
@@ -117,10 +124,13 @@ class Exchange:
     Several exchanges may live side by side and be used in any order that is the same on all ranks.
     """
 
-    def __init__(self, world: World, config: EpConfig) -> None:
+    def __init__(
+        self, world: World, config: EpConfig, *, kernel_options: KernelOptions | None = None
+    ) -> None:
         facts = {
             **{f"EpConfig.{name}": value for name, value in dataclasses.asdict(config).items()},
             "version of ep": version("ep"),
+            "kernel_options": kernel_options and dataclasses.asdict(kernel_options),
         }
         world.agree_on(facts, "an Exchange's configuration")
         if config.ranks != world.size:
@@ -131,7 +141,7 @@ class Exchange:
         self.world = world
         self.config = config
         self.layout = EpLayout(config)
-        self._engine: Engine | None = _open_engine(world, self.layout)
+        self._engine: Engine | None = _open_engine(world, self.layout, kernel_options)
         own = self._engine.buffers.own
         names = (field.name for field in dataclasses.fields(Received))
         self._received = Received(*(own(name) for name in names))
@@ -179,10 +189,11 @@ class Exchange:
             tokens = token_count(config, x)
             ids = engine.array("ids", ids, INT32, (tokens, config.top_k))
             weights = engine.array("weights", weights, FP32, (tokens, config.top_k))
-            if checks_values():
-                self._sent_values = engine.values(ids)
-                check_ids(config, self._sent_values)
+            values = engine.values(ids, stream) if checks_values() else None
+            if values is not None:
+                check_ids(config, values)
             engine.dispatch(x, ids, weights, stream)
+            self._sent_values = values
             self._sent = tokens
             return self._received
 
@@ -235,13 +246,13 @@ class Exchange:
             partials = engine.array("partials", partials, BF16, (self.layout.rows, hidden))
             ids = engine.array("ids", ids, INT32, (tokens, self.config.top_k))
             sent = self._sent_values
-            if sent is not None and not np.array_equal(engine.values(ids), sent):
+            if sent is not None and not np.array_equal(engine.values(ids, stream), sent):
                 raise ArgumentError("ids are not those of this step's dispatch; pass the same")
             if norm_weight is not None:
                 norm_weight = engine.array("norm_weight", norm_weight, BF16, (hidden,))
             eps = check_eps(eps)
             if out is None:
-                out = engine.empty((tokens, hidden))
+                out = engine.empty((tokens, hidden), stream)
             target = engine.array("out", out, BF16, (tokens, hidden), out=True)
             engine.combine(partials, ids, norm_weight, eps, target, stream)
             self._sent = self._sent_values = None
@@ -267,6 +278,7 @@ class Exchange:
         if engine is None:
             return
         try:
+            engine.finish()
             # Nobody may still be storing into a peer's buffer when it goes.
             self.world.barrier("closing an exchange")
         finally:
@@ -305,12 +317,14 @@ class Exchange:
             self._busy.release()
 
 
-def _open_engine(world: World, layout: EpLayout) -> Engine:
+def _open_engine(world: World, layout: EpLayout, options: KernelOptions | None) -> Engine:
     # Each backend's libraries are loaded only where it is used.
     if world.backend is Backend.GPU:
         from ep.gpu import GpuEngine
 
-        return GpuEngine(world, layout)
+        return GpuEngine(world, layout, options)
+    if options is not None:
+        raise ArgumentError("kernel_options are for the GPU backend; leave them out on the host")
     from ep.host import HostEngine
 
     return HostEngine(world, layout)

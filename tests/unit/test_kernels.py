@@ -1,5 +1,6 @@
 """Both kernels compiled for every target, with no GPU: their instructions, registers and cache."""
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -25,10 +26,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 TARGETS = ("sm_90a", "sm_100a", "sm_103a")
-K3 = {"hidden": 3584, "experts": 896, "top_k": 16, "max_tokens": 128}
+K3 = EpConfig(ranks=2, hidden=3584, experts=896, top_k=16, max_tokens=128)
 SHAPES = {
-    "k3_2": EpConfig(ranks=2, **K3),
-    "k3_16": EpConfig(ranks=16, **K3),
+    "k3_2": K3,
+    "k3_16": dataclasses.replace(K3, ranks=16),
     "gpt_oss_72": EpConfig(ranks=72, hidden=2880, experts=128, top_k=4, max_tokens=128),
     "least": EpConfig(ranks=1, hidden=32, experts=1, top_k=1, max_tokens=1),
     "odd_33": EpConfig(ranks=33, hidden=7264, experts=20, top_k=7, max_tokens=3),
@@ -273,7 +274,12 @@ def test_unwritable_cache_only_costs_time(fresh_cache, monkeypatch):
 
 def test_threads_compile_once(fresh_cache, monkeypatch):
     build, calls = compiler.build, []
-    monkeypatch.setattr(compiler, "build", lambda *args: calls.append(args) or build(*args))
+
+    def counted(*args):
+        calls.append(args)
+        return build(*args)
+
+    monkeypatch.setattr(compiler, "build", counted)
     threads = [threading.Thread(target=get_least) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -294,10 +300,10 @@ def test_key_tells_all_that_matters_apart():
         key(config, pdl=Pdl.OFF),
         key(config, fences=Fences.CTA),
         key(config, norm=True),
-        key(EpConfig(ranks=2, **{**K3, "max_tokens": 127})),
+        key(dataclasses.replace(K3, max_tokens=127)),
     }
     assert len(keys) == 7
-    assert key(EpConfig(ranks=2, timeout_s=1.0, **K3)) == key(config)
+    assert key(dataclasses.replace(K3, timeout_s=1.0)) == key(config)
 
 
 def test_image_survives_the_disk():

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from ep.bench.bridge import HostBridge, received_rows
 from ep.bench.cases import EPS
 from ep.layout import EMPTY_SOURCE
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from ep.bench.bridge import Bridge
     from ep.bench.cases import Step
     from ep.exchange import Exchange, Received
     from ep.reference import BFloat16Array, Rows
@@ -30,7 +32,7 @@ class Where(NamedTuple):
 
     rank: int
     step: int
-    phase: Literal["dispatch", "combine"]
+    phase: Literal["dispatch", "combine", "timed combine"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +145,12 @@ def check_result(got: BFloat16Array, want: BFloat16Array, where: Where) -> Compl
     )
 
 
-def run_checked_step(exchange: Exchange, step: Step) -> Complaint | None:
+def run_checked_step(
+    exchange: Exchange, step: Step, bridge: Bridge | None = None
+) -> Complaint | None:
     """Run one step and compare rows, result and emptied rows with the oracle. Collective.
+
+    `bridge` is that of the exchange; the host backend needs none.
 
     After it the ranks must meet (by an allgather of the complaints, say) before the next dispatch,
     which could otherwise reach rows that are still being compared here.
@@ -154,21 +160,26 @@ def run_checked_step(exchange: Exchange, step: Step) -> Complaint | None:
     Complaint or None
         Of this rank. The step was finished in any case.
     """
+    bridge = bridge or HostBridge()
     rank, stride = exchange.world.rank, exchange.layout.stride
     inputs = step.inputs(rank)
     rows, result = step.expected_rows(rank), step.expected_result(rank)
     # Made from the oracle's words, so that a wrong word received is told of but once.
-    partials = step.partials(rank, rows.source)
+    partials = bridge.put(step.partials(rank, rows.source))
+    x, ids, weights = (bridge.put(array) for array in inputs)
+    norm_weight = step.case.norm_weight
+    gains = None if norm_weight is None else bridge.put(norm_weight)
     # The oracle may take longer than a wait inside of a step is allowed to.
     exchange.world.barrier("making a step's data")
-    received = exchange.dispatch(*inputs)
-    complaint = check_rows(received, rows, Where(rank, step.number, "dispatch"), stride)
-    got = exchange.combine(partials, inputs.ids, step.case.norm_weight, EPS)
+    received = exchange.dispatch(x, ids, weights, stream=bridge.stream)
+    live = received_rows(bridge, received)
+    complaint = check_rows(live, rows, Where(rank, step.number, "dispatch"), stride)
+    got = bridge.get(exchange.combine(partials, ids, gains, EPS, stream=bridge.stream))
     after = Where(rank, step.number, "combine")
     return (
         complaint
         or check_result(got, result, after)
-        or check_rows(received, step.empty_rows(rank), after, stride)
+        or check_rows(received_rows(bridge, received), step.empty_rows(rank), after, stride)
     )
 
 

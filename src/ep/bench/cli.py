@@ -81,6 +81,21 @@ class TokenCounts(click.ParamType[tuple[int, ...]]):
 @click.option(
     "--warmup", type=click.IntRange(0), default=10, show_default=True, help="Steps before them."
 )
+@click.option(
+    "--graph/--eager",
+    default=True,
+    show_default=True,
+    help="On GPUs: replay CUDA graphs (a step of --steps is a replay), or enqueue each step.",
+)
+@click.option(
+    "--pairs", type=click.IntRange(1), default=20, show_default=True, help="Steps in a graph."
+)
+@click.option(
+    "--share-gpus",
+    is_flag=True,
+    default=None,
+    help="Let several ranks use one GPU; start CUDA MPS, or it is very slow.",
+)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of all data.")
 @click.option("--norm/--no-norm", default=True, show_default=True, help="RMSNorm in combine.")
 @click.option(
@@ -108,6 +123,9 @@ def command(
     uneven: bool,
     steps: int,
     warmup: int,
+    graph: bool,
+    pairs: int,
+    share_gpus: bool | None,
     seed: int,
     norm: bool,
     backend: str,
@@ -136,11 +154,12 @@ def command(
         _check_writable(json_path)
     case = Case(config=config, routing=Routing(routing), uneven=uneven, norm=norm, seed=seed)
     try:
-        world = World.connect(backend, timeout_s=TIMEOUT_S)
+        world = World.connect(backend, timeout_s=TIMEOUT_S, share_gpus=share_gpus)
     except EpError as error:
         raise click.ClickException(str(error)) from error
     with world:
-        code = run(world, Plan(source, case, tokens, steps, warmup), json_path)
+        plan = Plan(source, case, tokens, steps, warmup, eager=not graph, pairs=pairs)
+        code = run(world, plan, json_path)
     ctx.exit(code)
 
 

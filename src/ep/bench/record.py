@@ -10,7 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ep.bench.cases import Step
     from ep.bench.sweep import Plan
-    from ep.bench.timing import Timing
+    from ep.bench.timing import Floor, Timing
     from ep.bootstrap import World
     from ep.config import EpConfig
 
@@ -93,12 +93,22 @@ class Row:
     timing : Timing or None
         None where the check before it failed.
     traffic : Traffic
+    floor : Floor or None
+        Of the machine; None on the host backend.
     """
 
     tokens: int
     complaints: tuple[str, ...]
     timing: Timing | None
     traffic: Traffic
+    floor: Floor | None = None
+
+    @property
+    def x_floor(self) -> float | None:
+        """How many times the floor a pair takes."""
+        if self.floor is None or self.timing is None:
+            return None
+        return self.timing.pair.median / self.floor.pair
 
     @property
     def check(self) -> Literal["passed", "failed"]:
@@ -132,12 +142,36 @@ def to_json(row: Row, plan: Plan, world: World) -> dict[str, Any]:
         "seed": case.seed,
         "check": row.check,
         **times,
+        **gpu_facts(row, plan, world),
         "sent_bytes": _rounded(dataclasses.asdict(row.traffic)),
         "host_cpus": os.cpu_count(),
         "versions": versions(),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def gpu_facts(row: Row, plan: Plan, world: World) -> dict[str, Any]:
+    """Give what only a run on GPUs has: which, how steps were timed, and the floor. Local."""
+    mode = plan.mode(world.backend)
+    if row.floor is None or world.device is None:
+        return {"mode": mode}
+    return {
+        "mode": mode,
+        "pairs_a_graph": plan.pairs if mode == "graph" else None,
+        "gpu": world.device.name,
+        "gpus": world.num_gpus,
+        "shared_gpus": world.shares_gpus,
+        "mps": mps_runs(),
+        "floor_us": _rounded(dataclasses.asdict(row.floor) | {"pair": row.floor.pair}),
+        "x_floor": None if row.x_floor is None else round(row.x_floor, 2),
+    }
+
+
+def mps_runs() -> bool:
+    """Whether this process is a client of CUDA MPS, as far as its daemon's pipe tells."""
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")  # noqa: S108 - CUDA's own
+    return (Path(folder) / "control").exists()
 
 
 def append(path: Path, fields: dict[str, Any]) -> None:
@@ -154,6 +188,7 @@ def versions() -> dict[str, str | None]:
         "ml_dtypes": version("ml_dtypes"),
         "python": platform.python_version(),
         "mpi": _mpi_library(),
+        **_gpu_versions(),
     }
 
 
@@ -184,6 +219,22 @@ def _mpi_library() -> str | None:
         return None
     text: str = mpi.Get_library_version().replace("\0", "")
     return " ".join(text.splitlines()[0].split(",")[0].split())
+
+
+def _gpu_versions() -> dict[str, str | None]:
+    if "cuda.bindings.driver" not in sys.modules:
+        return {}
+    from ep.memory.cuda import driver
+    from ep.memory.nvshmem import TESTED
+
+    number = int(driver("DriverGetVersion"))
+    found: dict[str, str | None] = {"cuda_driver": f"{number // 1000}.{number % 1000 // 10}"}
+    for name in TESTED:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 def _rounded(value: Any) -> Any:

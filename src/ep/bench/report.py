@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ep.bench.record import versions
+from ep.bench.record import mps_runs, versions
 from ep.bench.sweep import PHASES
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ep.bootstrap import World
 
 MAX_COMPLAINTS = 8
-_COLUMNS = ("tokens", "dispatch", "combine", "pair", "p10", "p90", "p99", "max", "skew", "KB/rank")
+_TIMES = ("dispatch", "combine", "pair", "p10", "p90", "p99", "max", "skew")
 
 
 class Report:
@@ -118,26 +118,49 @@ class Report:
             f"ep {versions()['ep']}, {self._world.backend} backend, {where}",
             f"{shape}; {kind}",
             "us on the slowest rank: medians, then all of pair; KB sent by the busiest rank",
+            *self._gpu_lines(),
             "",
+        )
+
+    def _gpu_lines(self) -> tuple[str, ...]:
+        world, floor = self._world, next((row.floor for row in self._rows if row.floor), None)
+        if world.device is None or floor is None:
+            return ()
+        mode = self._plan.mode(world.backend)
+        how = f"graphs of {_count(self._plan.pairs, 'pair')}" if mode == "graph" else "eager"
+        shared = ""
+        if world.shares_gpus:
+            mps = "MPS runs" if mps_runs() else "without MPS"
+            shared = f", shared by {world.size} ranks ({mps}): no forecast of more GPUs"
+        return (
+            f"{_count(world.num_gpus, 'GPU')}, {world.device.name}{shared}; {how}",
+            f"floor {floor.pair:.2f} us a pair: 2 launches of {floor.launch:.2f}, "
+            f"2 crossings of {floor.one_way:.2f}",
         )
 
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-        for name in _COLUMNS:
+        columns = {"tokens": [str(row.tokens) for row in self._rows]}
+        for name in _TIMES:
+            columns[name] = ["-" if row.timing is None else _times(row)[name] for row in self._rows]
+        if any(row.floor for row in self._rows):
+            columns["x floor"] = [
+                "-" if row.x_floor is None else f"{row.x_floor:.2f}" for row in self._rows
+            ]
+        columns["KB/rank"] = [_digits(row.traffic.busiest / 1e3) for row in self._rows]
+        for name in columns:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("check", no_wrap=True)
-        for row in self._rows:
+        for row, cells in zip(self._rows, zip(*columns.values(), strict=True), strict=True):
             colour = "green" if row.check == "passed" else "bold red"
-            table.add_row(str(row.tokens), *_numbers(row), Text(row.check, colour))
+            table.add_row(*cells, Text(row.check, colour))
         return table
 
 
-def _numbers(row: Row) -> list[str]:
-    sent = row.traffic.busiest / 1e3
-    if row.timing is None:
-        return ["-"] * (len(_COLUMNS) - 2) + [_digits(sent)]
+def _times(row: Row) -> dict[str, str]:
+    assert row.timing is not None
     timing, pair = row.timing, row.timing.pair
-    times = (
+    values = (
         timing.dispatch.median,
         timing.combine.median,
         pair.median,
@@ -147,7 +170,7 @@ def _numbers(row: Row) -> list[str]:
         pair.max,
         timing.skew_us,
     )
-    return [_digits(number) for number in (*times, sent)]
+    return {name: _digits(value) for name, value in zip(_TIMES, values, strict=True)}
 
 
 def _digits(number: float) -> str:

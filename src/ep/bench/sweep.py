@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ep.bench.check import run_checked_step
+from ep.bench.bridge import open_bridge
+from ep.bench.chain import Chain
+from ep.bench.check import Complaint, run_checked_step
 from ep.bench.record import Row, gather_traffic
-from ep.bench.timing import Timing, time_steps
+from ep.bench.timing import Timing, gather, time_host
+from ep.bootstrap import Backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ep.bench.cases import Case
+    from ep.bench.timing import Floor
     from ep.exchange import Exchange
 
 PHASES = ("checking", "timing", "checking again")
@@ -32,7 +36,11 @@ class Plan:
     tokens : tuple of int
         A row each: most that a rank sends in a step.
     steps, warmup : int
-        Timed ones, and those before them.
+        Timed ones, and those before them; on graphs, replays of `pairs` steps each.
+    eager : bool
+        On GPUs: enqueue each step from the host, instead of replaying a graph.
+    pairs : int
+        Steps in a graph.
     """
 
     shape: str
@@ -40,6 +48,14 @@ class Plan:
     tokens: tuple[int, ...]
     steps: int
     warmup: int
+    eager: bool = False
+    pairs: int = 20
+
+    def mode(self, backend: Backend) -> Literal["host", "eager", "graph"]:
+        """How steps are timed."""
+        if backend is Backend.HOST:
+            return "host"
+        return "eager" if self.eager else "graph"
 
     def facts(self) -> dict[str, Any]:
         """Give what must be the same on every rank; the config is the exchange's to compare."""
@@ -52,6 +68,8 @@ class Plan:
             "seed": case.seed,
             "steps": self.steps,
             "warmup": self.warmup,
+            "eager": self.eager,
+            "pairs": self.pairs,
         }
 
 
@@ -72,9 +90,15 @@ class Sweep:
         self._plan = plan
         self._tell = tell
         self._steps_done = 0
+        self._bridge = open_bridge(exchange)
+        self._floor: Floor | None = None
 
     def rows(self) -> Iterator[Row]:
         """Measure; ends after the first row whose check fails. Collective, alike on every rank."""
+        if self._exchange.world.backend is Backend.GPU:
+            from ep.bench.gpu_timing import measure_floor
+
+            self._floor = measure_floor(self._exchange.world, self._exchange.layout)
         for num_tokens in self._plan.tokens:
             row = self._measure(num_tokens)
             yield row
@@ -95,22 +119,41 @@ class Sweep:
         complaints = self._check(num_tokens, num_tokens // 2, min(num_tokens, 1))
         if not complaints:
             self._tell(num_tokens, timed)
-            timing = time_steps(exchange, steps, num_timed=plan.steps, num_warmup=plan.warmup)
-            self._steps_done += plan.steps + plan.warmup
+            chain = Chain(exchange, self._bridge, steps)
+            timing = gather(exchange.world, self._time(chain))
             self._tell(num_tokens, after)
-            complaints = self._check(num_tokens)
-        return Row(num_tokens, complaints, timing, traffic)
+            complaints = self._say(chain.complaint()) or self._check(num_tokens)
+        return Row(num_tokens, complaints, timing, traffic, self._floor)
+
+    def _time(self, chain: Chain) -> dict[str, Any]:
+        plan = self._plan
+        mode = plan.mode(self._exchange.world.backend)
+        if mode == "graph":
+            from ep.bench.gpu_timing import time_graph
+
+            # Of the graph with stamps, too, there are as many pairs as timed replays.
+            self._steps_done += plan.pairs * (plan.warmup + plan.steps)
+            self._steps_done += plan.pairs * max(1, plan.steps // plan.pairs)
+            return time_graph(chain, plan.pairs, plan.steps, plan.warmup)
+        self._steps_done += plan.steps + plan.warmup
+        if mode == "eager":
+            from ep.bench.gpu_timing import time_eager
+
+            return time_eager(chain, plan.steps, plan.warmup)
+        return time_host(chain, plan.steps, plan.warmup)
 
     def _check(self, *counts: int) -> tuple[str, ...]:
         """Run a checked step for each of `counts` until one fails; every rank's complaints."""
-        world = self._exchange.world
         for num_tokens in counts:
             self._steps_done += 1
             step = self._plan.case.step(self._steps_done, num_tokens)
-            complaint = run_checked_step(self._exchange, step)
-            own = None if complaint is None else str(complaint)
-            said = world.allgather(own, "comparing with the oracle")
-            complaints = tuple(words for words in said if words is not None)
+            complaints = self._say(run_checked_step(self._exchange, step, self._bridge))
             if complaints:
                 return complaints
         return ()
+
+    def _say(self, complaint: Complaint | None) -> tuple[str, ...]:
+        """Give every rank's complaint."""
+        own = None if complaint is None else str(complaint)
+        said = self._exchange.world.allgather(own, "comparing with the oracle")
+        return tuple(words for words in said if words is not None)

@@ -13,21 +13,15 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import ml_dtypes
 import numpy as np
-
-from ep.bench.cases import EPS
-from ep.layout import SOURCE_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
-    from ep.bench.cases import Step
+    from ep.bench.chain import Chain
     from ep.bootstrap import World
-    from ep.exchange import Exchange
-    from ep.reference import BFloat16Array
 
 _PERCENTILES = {"median": 50, "p10": 10, "p90": 90, "p99": 99, "max": 100}
 
@@ -77,16 +71,42 @@ class Timing:
         return cls(**slowest, skew_us=slowest["pair"].median - fastest_us)
 
 
-def time_steps(
-    exchange: Exchange, steps: Sequence[Step], *, num_timed: int, num_warmup: int
-) -> Timing:
-    """Time `num_timed` steps after `num_warmup` others, their inputs those of `steps` in turn.
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """What no exchange on this machine can beat, in us.
 
-    Collective; every rank gets the same.
+    Attributes
+    ----------
+    launch : float
+        An empty kernel after another in a graph.
+    one_way : float
+        A word from a rank's store to its peer's poll, half of a round trip; 0 for one rank.
     """
-    start, between, end = _run(exchange, steps, num_timed, num_warmup).T
-    times_ns = {"pair": end - start, "dispatch": between - start, "combine": end - between}
-    return gather(exchange.world, times_ns)
+
+    launch: float
+    one_way: float
+
+    @property
+    def pair(self) -> float:
+        """Two launches and two crossings."""
+        return 2 * (self.launch + self.one_way)
+
+
+def time_host(chain: Chain, num_timed: int, num_warmup: int) -> dict[str, npt.NDArray[np.int64]]:
+    """Read the clock before, between and after the two calls of each timed step, in ns."""
+    clock = time.perf_counter_ns
+    stamps = np.empty(2 * num_timed + 1, np.int64)
+
+    def stamp(index: int) -> None:
+        stamps[index + 1] = clock()
+
+    chain.run(num_warmup)
+    chain.meet()
+    with _no_collection():
+        stamps[0] = clock()
+        chain.run(num_timed, stamp)
+    start, between, end = stamps[:-1:2], stamps[1::2], stamps[2::2]
+    return {"pair": end - start, "dispatch": between - start, "combine": end - between}
 
 
 def gather(world: World, times_ns: Mapping[str, npt.ArrayLike]) -> Timing:
@@ -96,44 +116,6 @@ def gather(world: World, times_ns: Mapping[str, npt.ArrayLike]) -> Timing:
     return Timing.of_ranks(
         [{name: Stats(**fields) for name, fields in rank.items()} for rank in said]
     )
-
-
-def _run(
-    exchange: Exchange, steps: Sequence[Step], num_timed: int, num_warmup: int
-) -> npt.NDArray[np.int64]:
-    """Read the clock before, between and after the two calls of each timed step: `[steps, 3]`."""
-    rank = exchange.world.rank
-    inputs = [step.inputs(rank) for step in steps]
-    results = [
-        np.empty((step.counts[rank], exchange.config.hidden), ml_dtypes.bfloat16) for step in steps
-    ]
-    partials = _partials(exchange, steps)
-    norm_weight = steps[0].case.norm_weight
-    clock = time.perf_counter_ns
-    times_ns = np.empty((num_timed, 3), np.int64)
-    exchange.world.barrier("starting the clock")
-    with _no_collection():
-        for number in range(-num_warmup, num_timed):
-            x, ids, weights = inputs[number % len(inputs)]
-            start = clock()
-            exchange.dispatch(x, ids, weights)
-            between = clock()
-            exchange.combine(partials, ids, norm_weight, EPS, results[number % len(inputs)])
-            end = clock()
-            # Warm-up steps write where timed ones will: the indices are negative.
-            times_ns[number % num_timed] = start, between, end
-    return times_ns
-
-
-def _partials(exchange: Exchange, steps: Sequence[Step]) -> BFloat16Array:
-    """Partials for whatever row may be live in `steps`, so that one array serves them all."""
-    layout = exchange.layout
-    partials = np.empty((layout.rows, exchange.config.hidden), ml_dtypes.bfloat16)
-    for src in range(exchange.config.ranks):
-        token_idx = np.arange(max(step.counts[src] for step in steps), dtype=np.int32)
-        block = partials[layout.row(src, 0) :][: len(token_idx)]
-        block[:] = steps[0].partials(exchange.world.rank, src << SOURCE_BITS | token_idx)
-    return partials
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from ep.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from ep.memory.cuda import Device
@@ -51,6 +51,7 @@ class Place:
 
     node: str
     machine: str
+    process: int
     local_rank: int = 0
     local_size: int = 1
 
@@ -73,6 +74,10 @@ class World:
         The GPU of this rank, on the GPU backend.
     shares_gpus : bool
         Whether some ranks share a GPU.
+    num_gpus : int
+        GPUs that all ranks together use.
+    ranks_on_gpu : int
+        Ranks that use this rank's GPU.
     """
 
     def __init__(
@@ -86,12 +91,13 @@ class World:
         self._channel = channel
         self._timeout_s = timeout_s
         self._closed = False
+        self._at_close: list[Callable[[], None]] = []
         self.rank = channel.rank
         self.size = channel.size
         obstacle = None if backend == Backend.HOST else gpu_obstacle()
         gathered = self.allgather(
             {
-                "place": [socket.gethostname(), _boot_id()],
+                "place": [socket.gethostname(), _boot_id(), os.getpid()],
                 "backend": backend,
                 "obstacle": obstacle,
             },
@@ -105,6 +111,8 @@ class World:
         )
         self.device: Device | None = None
         self.shares_gpus = False
+        self.num_gpus = 0
+        self.ranks_on_gpu = 0
         if self.backend is Backend.GPU:
             self._take_device(share_gpus)
 
@@ -227,6 +235,15 @@ class World:
                 f"{what} must be the same on every rank; " + "; ".join(complaints)
             )
 
+    @property
+    def is_one_process(self) -> bool:
+        """Whether threads of this process play all ranks."""
+        return len({(place.machine, place.process) for place in self.places}) == 1
+
+    def at_close(self, function: Callable[[], None]) -> None:
+        """Have `function` called, on every rank, when the world is closed without an error."""
+        self._at_close.append(function)
+
     def _take_device(self, share_gpus: bool) -> None:
         error: EpError | None = None
         try:
@@ -240,6 +257,8 @@ class World:
             owners.setdefault(uuid, []).append(rank)
         shared = [ranks for ranks in owners.values() if len(ranks) > 1]
         self.shares_gpus = bool(shared)
+        self.num_gpus = len(owners)
+        self.ranks_on_gpu = len(owners[uuids[self.rank]])
         if shared and not share_gpus:
             raise BootstrapError(
                 f"several ranks have one GPU: {'; '.join(map(_ranks, shared))}; start one rank a "
@@ -265,6 +284,8 @@ class World:
             return
         try:
             self.barrier("closing the world")
+            while self._at_close:
+                self._at_close.pop()()
         finally:
             self._closed = True
             self._channel.close()
@@ -331,10 +352,11 @@ def _agree_on_backend(asked: list[str], obstacles: list[str | None]) -> Backend:
     return Backend.GPU
 
 
-def _places(said: list[tuple[str, str]]) -> tuple[Place, ...]:
+def _places(said: list[tuple[str, str, int]]) -> tuple[Place, ...]:
+    nodes = [(node, machine) for node, machine, _ in said]
     return tuple(
-        Place(node, machine, said[:rank].count((node, machine)), said.count((node, machine)))
-        for rank, (node, machine) in enumerate(said)
+        Place(node, machine, process, nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank]))
+        for rank, (node, machine, process) in enumerate(said)
     )
 
 

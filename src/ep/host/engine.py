@@ -67,11 +67,11 @@ class HostEngine:
         if stream is not None:
             raise ArgumentError(f"stream is {stream!r}; the host backend has no streams: pass None")
 
-    def empty(self, shape: tuple[int, int]) -> Array:
+    def empty(self, shape: tuple[int, int], stream: None) -> Array:  # noqa: ARG002
         """Make a BF16 array for a result."""
         return np.empty(shape, ml_dtypes.bfloat16)
 
-    def values(self, array: Array) -> Array:
+    def values(self, array: Array, stream: None) -> Array:  # noqa: ARG002
         """Copy an argument."""
         return array.copy()
 
@@ -123,6 +123,9 @@ class HostEngine:
         self._raise_flags("combine_flags", Phase.COMBINE, 1)
         self._wait_flags("combine_flags", Phase.COMBINE)
         self._reduce(ids, norm_weight, eps, out)
+
+    def finish(self) -> None:
+        """Do nothing: every call returns with its work done."""
 
     def close(self) -> None:
         """Give the buffers back. Local: peers keep their mappings."""

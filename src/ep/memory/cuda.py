@@ -110,10 +110,10 @@ def allocate(size_bytes: int) -> int:
     return address
 
 
-def fill(address: int, size_bytes: int, byte: int) -> None:
-    """Set every byte, and wait until it is done."""
-    driver("MemsetD8", address, byte, size_bytes)
-    synchronize()
+def fill(address: int, size_bytes: int, byte: int, stream: int = 0) -> None:
+    """Set every byte in order of `stream`, and wait for that."""
+    driver("MemsetD8Async", address, byte, size_bytes, stream)
+    driver("StreamSynchronize", stream)
 
 
 def free(address: int) -> None:
@@ -126,18 +126,20 @@ def synchronize() -> None:
     driver("CtxSynchronize")
 
 
-def upload(address: int, values: npt.NDArray[Any]) -> None:
-    """Copy a C-contiguous host array to device memory, and wait."""
+def upload(address: int, values: npt.NDArray[Any], stream: int = 0) -> None:
+    """Copy a C-contiguous host array to device memory in order of `stream`, and wait for that."""
     values = np.ascontiguousarray(values)
     if values.nbytes:
-        driver("MemcpyHtoD", address, values.ctypes.data, values.nbytes)
+        driver("MemcpyHtoDAsync", address, values.ctypes.data, values.nbytes, stream)
+        driver("StreamSynchronize", stream)
 
 
-def download(address: int, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
-    """Copy dense device memory to a new host array, and wait."""
+def download(address: int, shape: tuple[int, ...], dtype: Any, stream: int = 0) -> npt.NDArray[Any]:
+    """Copy dense device memory to a new host array in the order of `stream`, and wait for that."""
     values = np.empty(shape, dtype)
     if values.nbytes:
-        driver("MemcpyDtoH", values.ctypes.data, address, values.nbytes)
+        driver("MemcpyDtoHAsync", values.ctypes.data, address, values.nbytes, stream)
+        driver("StreamSynchronize", stream)
     return values
 
 
@@ -232,41 +234,45 @@ class DeviceArray:
 
         return to_capsule(self)
 
-    def numpy(self) -> npt.NDArray[Any]:
-        """Copy to the host, waiting for all work of the device first."""
+    def numpy(self, stream: int = 0) -> npt.NDArray[Any]:
+        """Copy to the host in the order of `stream`, and wait for that."""
         dtype = np_dtype(self.dtype)
         if 0 in self.shape:
             return np.empty(self.shape, dtype)
-        synchronize()
         last = sum((n - 1) * s for n, s in zip(self.shape, self.strides_bytes, strict=True))
-        raw = download(self.address, (last + dtype.itemsize,), np.uint8)
+        raw = download(self.address, (last + dtype.itemsize,), np.uint8, stream)
         return np.ndarray(self.shape, dtype, raw.data, strides=self.strides_bytes).copy()
 
     @classmethod
-    def from_numpy(cls, values: npt.NDArray[Any], device: int = 0) -> Self:
-        """Copy a host array to memory of its own on the current device."""
+    def from_numpy(cls, values: npt.NDArray[Any], device: int = 0, stream: int = 0) -> Self:
+        """Copy a host array to memory of its own on the current device, in order of `stream`."""
         values = np.ascontiguousarray(values)
-        array = cls.empty(values.shape, values.dtype.name, device)
-        upload(array.address, values)
+        array = cls.empty(values.shape, values.dtype.name, device, stream)
+        upload(array.address, values, stream)
         return array
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: str, device: int = 0) -> Self:
-        """Allocate on the current device, not initialised."""
+    def empty(cls, shape: tuple[int, ...], dtype: str, device: int = 0, stream: int = 0) -> Self:
+        """Allocate on the current device, not initialised, for work in the order of `stream`.
+
+        The memory goes back in that order too: neither call waits for the device, as it could
+        for a kernel of another rank of this process that waits for this one.
+        """
         size_bytes = max(1, int(np.prod(shape, dtype=np.int64))) * np_dtype(dtype).itemsize
-        allocation = _Allocation(int(driver("MemAlloc", size_bytes)))
+        allocation = _Allocation(size_bytes, stream)
         return cls(allocation.address, shape, dtype, (), device, allocation)
 
 
 class _Allocation:
     """Device memory of this process alone: freeing it is local, so it may happen at any time."""
 
-    def __init__(self, address: int) -> None:
-        self.address = address
+    def __init__(self, size_bytes: int, stream: int) -> None:
+        self.stream = stream
+        self.address = int(driver("MemAllocAsync", size_bytes, stream))
 
     def __del__(self) -> None:
         try:
-            free(self.address)
+            driver("MemFreeAsync", self.address, self.stream)
         except Exception:  # noqa: BLE001 - at interpreter exit the driver may be gone
             logger.debug("device memory at %#x was not freed", self.address)
 

@@ -129,9 +129,19 @@ def _initialise(world: World, device: cuda.Device) -> None:
     if not running:
         _start(world, device)
         _initialised_here = True
+        world.at_close(_finish)
     elif not _initialised_here:
         logger.info("sharing the NVSHMEM that this process has already initialised")
     _check_same_ranks(world, bindings)
+
+
+def _finish() -> None:
+    """End the NVSHMEM that `_initialise` started. Collective."""
+    global _initialised_here  # noqa: PLW0603 - NVSHMEM itself is one a process
+    import nvshmem.core
+
+    _initialised_here = False
+    nvshmem.core.finalize()
 
 
 def _start(world: World, device: cuda.Device) -> None:

@@ -1,0 +1,98 @@
+"""Steps back to back on one exchange, as in a decoder without experts, and their results."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from ep.bench.cases import EPS, Step
+from ep.bench.check import Complaint, Where, check_result
+from ep.layout import SOURCE_BITS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    from ep.bench.bridge import Bridge
+    from ep.exchange import Exchange
+    from ep.reference import BFloat16Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _ChainStep(Step):
+    """A step whose partials are those of another: one array serves the whole chain."""
+
+    first: Step = dataclasses.field(kw_only=True)
+
+    def partials(self, rank: int, source: npt.NDArray[np.int32]) -> BFloat16Array:
+        return self.first.partials(rank, source)
+
+
+class Chain:
+    """The calls of `steps` in turn, with all data made and moved beforehand.
+
+    Parameters
+    ----------
+    exchange : Exchange
+    bridge : Bridge
+    steps : sequence of Step
+    """
+
+    def __init__(self, exchange: Exchange, bridge: Bridge, steps: Sequence[Step]) -> None:
+        rank, hidden = exchange.world.rank, exchange.config.hidden
+        self.exchange = exchange
+        self.bridge = bridge
+        self.steps = steps
+        self._inputs = [tuple(map(bridge.put, step.inputs(rank))) for step in steps]
+        shapes = [(step.counts[rank], hidden) for step in steps]
+        nothing = [np.full(shape, np.nan, ml_dtypes.bfloat16) for shape in shapes]
+        self._results = [bridge.put(array) for array in nothing]
+        self._partials = bridge.put(_partials(exchange, steps))
+        gains = steps[0].case.norm_weight
+        self._norm_weight = None if gains is None else bridge.put(gains)
+
+    def run(self, pairs: int, stamp: Callable[[int], object] | None = None) -> None:
+        """Enqueue `pairs` steps; `stamp` is called after each call, with 0, 1, 2 and so on."""
+        stream = self.bridge.stream
+        dispatch, combine = self.exchange.dispatch, self.exchange.combine
+        partials, norm_weight = self._partials, self._norm_weight
+        for number in range(pairs):
+            index = number % len(self.steps)
+            x, ids, weights = self._inputs[index]
+            dispatch(x, ids, weights, stream)
+            if stamp is not None:
+                stamp(2 * number)
+            combine(partials, ids, norm_weight, EPS, self._results[index], stream)
+            if stamp is not None:
+                stamp(2 * number + 1)
+
+    def meet(self) -> None:
+        """Let all ranks begin together. Collective."""
+        self.exchange.world.barrier("starting the clock")
+
+    def complaint(self) -> Complaint | None:
+        """Compare the results of the last run of each step with the oracle."""
+        rank = self.exchange.world.rank
+        for step, result in zip(self.steps, self._results, strict=True):
+            expected = _ChainStep(step.case, step.number, step.counts, first=self.steps[0])
+            got: Any = self.bridge.get(result)
+            where = Where(rank, step.number, "timed combine")
+            complaint = check_result(got, expected.expected_result(rank), where)
+            if complaint is not None:
+                return complaint
+        return None
+
+
+def _partials(exchange: Exchange, steps: Sequence[Step]) -> BFloat16Array:
+    """Partials for whatever row may be live in `steps`."""
+    layout = exchange.layout
+    partials = np.zeros((layout.rows, exchange.config.hidden), ml_dtypes.bfloat16)
+    for src in range(exchange.config.ranks):
+        token_idx = np.arange(max(step.counts[src] for step in steps), dtype=np.int32)
+        block = partials[layout.row(src, 0) :][: len(token_idx)]
+        block[:] = steps[0].partials(exchange.world.rank, src << SOURCE_BITS | token_idx)
+    return partials

@@ -1,0 +1,157 @@
+"""Times on GPUs: chains of pairs in a CUDA graph or eagerly, and the floor of the machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ep.bench.timing import Floor
+from ep.gpu.graph import Events, Graph
+from ep.kernels.compile import Kind, Launcher, device_arch, get_image
+from ep.kernels.options import KernelOptions, Pdl
+from ep.memory import cuda
+from ep.memory.local import LocalMemory
+from ep.memory.nvshmem import NvshmemMemory
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from ep.bench.chain import Chain
+    from ep.bootstrap import World
+    from ep.layout import EpLayout
+    from ep.memory import SymmetricMemory
+
+    Times = dict[str, npt.NDArray[np.float64]]
+
+EMPTY_KERNELS = 200
+ROUNDS = 2000
+PROBES = 9
+
+
+def time_graph(chain: Chain, pairs: int, num_timed: int, num_warmup: int) -> Times:
+    """Replay a graph of `pairs` pairs and give the mean of each replay, in ns a pair.
+
+    Dispatch and combine apart come from a second graph with a stamp between any two kernels. A
+    stamp keeps the next kernel from starting early, so their sum exceeds a pair.
+    """
+    stream = chain.bridge.stream
+    graph = Graph.capture(stream, lambda: chain.run(pairs))
+    replays = Events(num_timed + 1)
+    for _ in range(num_warmup):
+        graph.launch(stream)
+    chain.meet()
+    replays.record(0, stream)
+    for number in range(num_timed):
+        graph.launch(stream)
+        replays.record(number + 1, stream)
+    cuda.driver("StreamSynchronize", stream)
+    pair = [replays.elapsed_ns(number, number + 1) / pairs for number in range(num_timed)]
+    graph.close()
+    replays.close()
+    dispatch, combine = _apart(chain, pairs, max(1, num_timed // pairs))
+    return {"pair": np.array(pair), "dispatch": dispatch, "combine": combine}
+
+
+def time_eager(chain: Chain, num_timed: int, num_warmup: int) -> Times:
+    """Enqueue pair after pair from the host, stamps in between, in ns."""
+    stream = chain.bridge.stream
+    stamps = Events(2 * num_timed + 1)
+    chain.run(num_warmup)
+    chain.meet()
+    stamps.record(0, stream)
+    chain.run(num_timed, lambda index: stamps.record(index + 1, stream))
+    cuda.driver("StreamSynchronize", stream)
+    at = np.array([stamps.elapsed_ns(0, index) for index in range(2 * num_timed + 1)])
+    stamps.close()
+    return {
+        "pair": at[2::2] - at[:-2:2],
+        "dispatch": at[1::2] - at[:-1:2],
+        "combine": at[2::2] - at[1::2],
+    }
+
+
+def _apart(
+    chain: Chain, pairs: int, replays: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    stream = chain.bridge.stream
+    stamps = Events(2 * pairs + 1)
+
+    def enqueue() -> None:
+        stamps.record(0, stream, captured=True)
+        chain.run(pairs, lambda index: stamps.record(index + 1, stream, captured=True))
+
+    graph = Graph.capture(stream, enqueue)
+    spans = []
+    for _ in range(replays):
+        graph.launch(stream)
+        cuda.driver("StreamSynchronize", stream)
+        spans.append([stamps.elapsed_ns(index, index + 1) for index in range(2 * pairs)])
+    graph.close()
+    stamps.close()
+    # The first pair also waits for the ranks to meet.
+    values = np.array(spans)[:, 2:] if pairs > 1 else np.array(spans)
+    return values[:, ::2].ravel(), values[:, 1::2].ravel()
+
+
+def measure_floor(world: World, layout: EpLayout) -> Floor:
+    """Measure the floor, ranks 2i and 2i + 1 with each other; the slowest counts. Collective."""
+    device = world.device
+    assert device is not None
+    from ep.bench.bridge import GpuBridge
+
+    bridge = GpuBridge(device)
+    arch = device_arch(device.ordinal)
+    home = LocalMemory if world.is_one_process else NvshmemMemory
+    memory: SymmetricMemory = home.allocate(world, device, 128)
+    world.barrier("measuring the floor")
+    launch_us = _empty_kernel_us(layout, arch, bridge.stream)
+    one_way = [_one_way_us(world, layout, arch, memory, bridge.stream) for _ in range(PROBES)]
+    cuda.driver("StreamSynchronize", bridge.stream)
+    world.barrier("measuring the floor")
+    memory.close()
+    bridge.close()
+    said = world.allgather([launch_us, float(np.median(one_way))], "gathering the floor")
+    return Floor(*(max(values) for values in zip(*said, strict=True)))
+
+
+def _empty_kernel_us(layout: EpLayout, arch: str, stream: int) -> float:
+    image = get_image(Kind.EMPTY, layout, KernelOptions(pdl=Pdl.EARLY), arch)
+    launcher = Launcher(image, pdl=True)
+    launcher.load()
+
+    def enqueue() -> None:
+        for _ in range(EMPTY_KERNELS):
+            launcher(stream, 1, 0)
+
+    graph = Graph.capture(stream, enqueue)
+    stamps = Events(2)
+    times = []
+    for _ in range(PROBES):
+        stamps.record(0, stream)
+        graph.launch(stream)
+        stamps.record(1, stream)
+        cuda.driver("StreamSynchronize", stream)
+        times.append(stamps.elapsed_ns(0, 1) / EMPTY_KERNELS / 1e3)
+    graph.close()
+    stamps.close()
+    return float(np.median(times))
+
+
+def _one_way_us(
+    world: World, layout: EpLayout, arch: str, memory: SymmetricMemory, stream: int
+) -> float:
+    peer = world.rank ^ 1
+    cuda.fill(memory.addresses[-1], 128, 0, stream)
+    world.barrier("measuring the floor")
+    if peer >= world.size:
+        world.barrier("measuring the floor")
+        return 0.0
+    image = get_image(Kind.PING_PONG, layout, KernelOptions(pdl=Pdl.OFF), arch)
+    launcher = Launcher(image, pdl=False)
+    launcher.load()
+    addresses = (memory.addresses[-1], memory.addresses[peer])
+    launcher(stream, 1, *addresses, int(layout.config.timeout_s * 1e9), ROUNDS, 1 - world.rank % 2)
+    took_ns = cuda.download(memory.addresses[-1], (2,), np.uint32, stream)[1]
+    world.barrier("measuring the floor")
+    return float(took_ns) / (2 * ROUNDS) / 1e3

@@ -1,0 +1,233 @@
+"""The GPU backend: buffers in symmetric device memory, kernels on the caller's stream."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ep.arguments import BF16
+from ep.buffers import EpBuffers
+from ep.errors import StateError
+from ep.gpu.arrays import device_array, stream_handle
+from ep.kernels.compile import Kind, Launcher, device_arch, get_image
+from ep.kernels.grid import combine_ctas, dispatch_ctas
+from ep.kernels.options import KernelOptions, Pdl
+from ep.layout import EMPTY_SOURCE
+from ep.memory import cuda
+from ep.memory.local import LocalMemory
+from ep.memory.nvshmem import NvshmemMemory
+from ep.record import RECORD_WORDS, HangRecord, Word
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from ep.bootstrap import World
+    from ep.layout import EpLayout
+    from ep.memory import SymmetricMemory
+
+
+class GpuEngine:
+    """Moves the tokens of one exchange with kernels. Arguments are checked by the caller.
+
+    Making one is collective: it allocates and arms the buffers, and compiles or loads every kernel,
+    so that no later call has to, not even the first one inside a graph capture.
+
+    Raises
+    ------
+    HeapError
+        On every rank, if memory is short on one or cannot be reached by another.
+    """
+
+    def __init__(
+        self, world: World, layout: EpLayout, options: KernelOptions | None = None
+    ) -> None:
+        assert world.device is not None
+        self._device = world.device
+        self._config = layout.config
+        self._rank = world.rank
+        self._timeout_ns = int(layout.config.timeout_s * 1e9)
+        if options is None:
+            options = KernelOptions(pdl=Pdl.LATE if world.shares_gpus else Pdl.EARLY)
+        self._launch = _load_kernels(world, layout, options)
+        # Ranks that share a GPU must all fit on it at once, and know nothing of each other.
+        self._resident = {
+            norm: max(1, launch.resident_ctas(self._device.ordinal) // world.ranks_on_gpu)
+            for norm, launch in self._launch[Kind.COMBINE].items()
+        }
+        home = LocalMemory if world.is_one_process else NvshmemMemory
+        memory: SymmetricMemory = home.allocate(world, self._device, layout.total_bytes)
+        self._buffers = EpBuffers(layout, memory, world.rank)
+        self._record = cuda.PinnedWords(RECORD_WORDS)
+        self._table = cuda.allocate(8 * len(memory.addresses))
+        cuda.upload(self._table, np.array(memory.addresses, np.int64))
+        self._arm()
+        self._last_stream: int | None = None
+        self._ended = cuda.driver("EventCreate", _event_flags())
+
+    @property
+    def buffers(self) -> EpBuffers:
+        """The receive rows and all else, as views."""
+        return self._buffers
+
+    def array(
+        self, name: str, array: Any, dtype: np.dtype[Any], shape: Any, *, out: bool = False
+    ) -> cuda.DeviceArray:
+        """Check one argument."""
+        return device_array(name, array, dtype, shape, device=self._device.ordinal, out=out)
+
+    def stream(self, stream: Any) -> int:
+        """Check a stream: the one of the last call, or any once that call's work has ended."""
+        self._device.use()
+        handle = stream_handle(stream)
+        last = self._last_stream
+        if last not in (None, handle) and not _is_capturing(handle) and not self._has_ended():
+            raise StateError(
+                f"this Exchange is still at work on stream {last:#x}; it serves one stream "
+                f"at a time: synchronize that one before using {handle:#x}, or make one for each"
+            )
+        return handle
+
+    def empty(self, shape: tuple[int, int], stream: int) -> cuda.DeviceArray:
+        """Make a BF16 array for a result; not while a graph is captured."""
+        if _is_capturing(stream):
+            raise StateError("nothing is allocated during graph capture: pass out= to combine")
+        return cuda.DeviceArray.empty(shape, BF16.name, self._device.ordinal, stream)
+
+    def values(self, array: cuda.DeviceArray, stream: int) -> npt.NDArray[Any] | None:
+        """Copy an argument to the host; None while a graph is captured."""
+        return None if _is_capturing(stream) else array.numpy(stream)
+
+    def poll(self) -> None:
+        """Raise `EpTimeout` if a kernel's wait has expired. Does not wait for the device."""
+        if self._record.words[Word.STATE]:
+            record = HangRecord.read(self._record.words)
+            if record is not None:
+                raise record.error()
+
+    def dispatch(
+        self,
+        x: cuda.DeviceArray,
+        ids: cuda.DeviceArray,
+        weights: cuda.DeviceArray,
+        stream: int,
+    ) -> None:
+        """Enqueue dispatch."""
+        tokens = x.shape[0]
+        self._launch[Kind.DISPATCH][False](
+            stream,
+            dispatch_ctas(tokens),
+            self._table,
+            x.address,
+            ids.address,
+            weights.address,
+            self._record.device_address,
+            self._timeout_ns,
+            self._rank,
+            tokens,
+        )
+        self._last_stream = stream
+
+    def combine(
+        self,
+        partials: cuda.DeviceArray,
+        ids: cuda.DeviceArray,
+        norm_weight: cuda.DeviceArray | None,
+        eps: float,
+        out: cuda.DeviceArray,
+        stream: int,
+    ) -> None:
+        """Enqueue combine."""
+        if stream != self._last_stream:
+            raise StateError(
+                f"combine on stream {stream:#x} answers a dispatch on stream "
+                f"{self._last_stream or 0:#x}; pass the same stream to both"
+            )
+        norm = norm_weight is not None
+        tokens = ids.shape[0]
+        self._launch[Kind.COMBINE][norm](
+            stream,
+            combine_ctas(self._config, tokens, self._resident[norm]),
+            self._table,
+            partials.address,
+            ids.address,
+            norm_weight.address if norm_weight is not None else 0,
+            out.address,
+            self._record.device_address,
+            self._timeout_ns,
+            eps,
+            self._rank,
+            tokens,
+        )
+        if not _is_capturing(stream):
+            cuda.driver("EventRecord", self._ended, stream)
+
+    def finish(self) -> None:
+        """Wait for all work of this rank's GPU."""
+        self._device.use()
+        cuda.synchronize()
+
+    def close(self) -> None:
+        """Give everything back. Collective with NVSHMEM."""
+        self._device.use()
+        self._buffers.close()
+        cuda.free(self._table)
+        self._record.close()
+        cuda.driver("EventDestroy", self._ended)
+
+    def _arm(self) -> None:
+        """Make every row empty; the memory is all zeros."""
+        own = self._buffers.own
+        for name, word in (
+            ("header", EMPTY_SOURCE),
+            ("ids", self._config.empty_id(self._rank)),
+        ):
+            field = own(name)
+            cuda.driver("MemsetD32", field.address, word & 0xFFFFFFFF, int(np.prod(field.shape)))
+        cuda.synchronize()
+
+    def _has_ended(self) -> bool:
+        from cuda.bindings import driver
+
+        (status,) = driver.cuEventQuery(self._ended)
+        return bool(status == driver.CUresult.CUDA_SUCCESS)
+
+
+def _load_kernels(
+    world: World, layout: EpLayout, options: KernelOptions
+) -> dict[Kind, dict[bool, Launcher]]:
+    """Compile or read every kernel, one rank of a node first, so that the others find it cached."""
+    assert world.device is not None
+    arch = device_arch(world.device.ordinal)
+    launchers: dict[Kind, dict[bool, Launcher]] = {Kind.DISPATCH: {}, Kind.COMBINE: {}}
+    error: Exception | None = None
+    for turn in (True, False):
+        if turn == (world.local_rank == 0):
+            try:
+                for kind, norm in (
+                    (Kind.DISPATCH, False),
+                    (Kind.COMBINE, False),
+                    (Kind.COMBINE, True),
+                ):
+                    choice = dataclasses.replace(options, norm=norm)
+                    image = get_image(kind, layout, choice, arch)
+                    launchers[kind][norm] = Launcher(image, pdl=options.pdl != Pdl.OFF)
+                    launchers[kind][norm].load()
+            except Exception as problem:  # noqa: BLE001 - told to all ranks, whatever it is
+                error = problem
+        world.agree(error, f"compiling kernels for {arch}")
+    return launchers
+
+
+def _is_capturing(stream: int) -> bool:
+    from cuda.bindings import driver
+
+    status = cuda.driver("StreamIsCapturing", stream)
+    return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+
+def _event_flags() -> int:
+    from cuda.bindings import driver
+
+    return int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
