@@ -23,6 +23,7 @@ from ep.errors import (
 )
 from ep.exchange import Exchange, Received
 from ep.layout import EpLayout
+from ep.version import __version__
 
 __all__ = [
     "ArgumentError",
@@ -40,4 +41,5 @@ __all__ = [
     "Received",
     "StateError",
     "World",
+    "__version__",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -14,6 +13,7 @@ from ep.arguments import BF16, FP32, INT32, check_eps, check_ids, checks_values,
 from ep.bootstrap import Backend
 from ep.errors import ArgumentError, CollectiveError, EpError, EpTimeout, StateError
 from ep.layout import EpLayout
+from ep.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,7 +129,7 @@ class Exchange:
     ) -> None:
         facts = {
             **{f"EpConfig.{name}": value for name, value in dataclasses.asdict(config).items()},
-            "version of ep": version("ep"),
+            "version of ep": __version__,
             "kernel_options": kernel_options and dataclasses.asdict(kernel_options),
         }
         world.agree_on(facts, "an Exchange's configuration")

@@ -30,6 +30,10 @@ class Bridge(Protocol):
         """Give a NumPy copy, in the order of `stream`."""
         ...
 
+    def poison(self, array: Any) -> None:
+        """Set every byte of a dense array to 0xFF, NaN in BF16, in the order of `stream`."""
+        ...
+
     def close(self) -> None:
         """Release the stream."""
         ...
@@ -47,6 +51,10 @@ class HostBridge:
     def get(self, array: Array) -> Array:
         """See `Bridge`."""
         return np.asarray(array)
+
+    def poison(self, array: Array) -> None:
+        """See `Bridge`."""
+        array.view(np.uint8)[...] = 0xFF
 
     def close(self) -> None:
         """See `Bridge`."""
@@ -77,6 +85,15 @@ class GpuBridge:
         self._device.use()
         values: Array = array.numpy(self.stream)
         return values
+
+    def poison(self, array: Any) -> None:
+        """See `Bridge`."""
+        from ep.memory.cuda import fill
+
+        self._device.use()
+        size_bytes = int(np.prod(array.shape, dtype=np.int64)) * array.itemsize
+        if size_bytes:
+            fill(array.address, size_bytes, 0xFF, self.stream)
 
     def close(self) -> None:
         """See `Bridge`."""

@@ -70,6 +70,11 @@ class Chain:
             if stamp is not None:
                 stamp(2 * number + 1)
 
+    def forget(self) -> None:
+        """Overwrite all results with NaN, so that those of the next run must be new."""
+        for result in self._results:
+            self.bridge.poison(result)
+
     def meet(self) -> None:
         """Let all ranks begin together. Collective."""
         self.exchange.world.barrier("starting the clock")

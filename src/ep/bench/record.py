@@ -183,7 +183,7 @@ def append(path: Path, fields: dict[str, Any]) -> None:
 def versions() -> dict[str, str | None]:
     """Versions of what a result depends on; of MPI None where the process runs without."""
     return {
-        "ep": version("ep"),
+        "ep": ep.__version__,
         "numpy": version("numpy"),
         "ml_dtypes": version("ml_dtypes"),
         "python": platform.python_version(),

@@ -134,8 +134,10 @@ class Report:
             shared = f", shared by {world.size} ranks ({mps}): no forecast of more GPUs"
         return (
             f"{_count(world.num_gpus, 'GPU')}, {world.device.name}{shared}; {how}",
-            f"floor {floor.pair:.2f} us a pair: 2 launches of {floor.launch:.2f}, "
-            f"2 crossings of {floor.one_way:.2f}",
+            (
+                f"floor {floor.pair:.2f} us a pair: 2 launches of {floor.launch:.2f}, "
+                f"2 crossings of {floor.one_way:.2f}"
+            ),
         )
 
     def _table(self) -> Table:

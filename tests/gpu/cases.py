@@ -1,0 +1,191 @@
+"""What each rank of a GPU test does, whether a thread or a process plays it."""
+
+import dataclasses
+import random
+import time
+from functools import partial
+
+import numpy as np
+
+import ep
+from ep.bench.bridge import GpuBridge
+from ep.bench.cases import Case
+from ep.bench.chain import Chain
+from ep.bench.check import run_checked_step
+from ep.gpu.graph import Graph
+from ep.kernels.options import Fences, KernelOptions, Pdl
+from ep.memory.cuda import driver
+from ep.routing import Routing
+from tests.multirank.worker import SHAPES, OddStep, raises
+
+
+def agree(world, complaint):
+    said = [words for words in world.allgather(complaint and str(complaint)) if words]
+    if said:
+        raise AssertionError("\n".join(said))
+
+
+def config_of(world, shape, max_tokens, **fields):
+    return ep.EpConfig(ranks=world.size, max_tokens=max_tokens, **(SHAPES[shape] | fields))
+
+
+def steps(world, shape="tiny", num_steps=40, max_tokens=6, options=None):
+    """Steps of every routing with T that changes, some ranks or all without tokens."""
+    config = config_of(world, shape, max_tokens)
+    bridge = GpuBridge(world.device)
+    cases = [
+        Case(config=config, routing=routing, uneven=uneven, norm=norm, seed=seed)
+        for seed, (routing, uneven, norm) in enumerate(
+            (routing, uneven, norm)
+            for routing in Routing
+            for uneven in (False, True)
+            for norm in (True, False)
+        )
+    ]
+    with ep.Exchange(world, config, kernel_options=options) as exchange:
+        for number in range(num_steps):
+            tokens = min(max_tokens, (5, 2, 1, 0, max_tokens)[number // 2 % 5])
+            step = cases[number % len(cases)].step(number, tokens)
+            agree(world, run_checked_step(exchange, step, bridge))
+    bridge.close()
+
+
+def odd_payloads(world):
+    """NaN, Inf, subnormals, -0 and all-ones everywhere; then clean rows on the same buffer."""
+    config = config_of(world, "gpt_oss_120b", 7, hidden=288)
+    bridge = GpuBridge(world.device)
+    with ep.Exchange(world, config) as exchange:
+        for number in range(12):
+            case = Case(config=config, norm=number % 2 == 1, seed=3)
+            step = case.step(number, (7, 4, 1)[number % 3])
+            if number % 4 != 3:
+                step = OddStep(**{f.name: getattr(step, f.name) for f in dataclasses.fields(step)})
+            agree(world, run_checked_step(exchange, step, bridge))
+    bridge.close()
+
+
+def graphs(world, shape="kimi_k3", num_ops=60, options=None, pairs=3):
+    """Graphs of several T replayed in random order, mixed with eager steps."""
+    config = config_of(world, shape, 8)
+    bridge = GpuBridge(world.device)
+    order = random.Random(7)
+    with ep.Exchange(world, config, kernel_options=options) as exchange:
+        agree(world, run_checked_step(exchange, Case(config=config).step(0, 8), bridge))
+        chains = {}
+        for tokens in (0, 1, 5, 8):
+            case = Case(config=config, uneven=tokens == 5, seed=tokens)
+            chain = Chain(exchange, bridge, [case.step(tokens + n, tokens) for n in range(pairs)])
+            chains[tokens] = chain, Graph.capture(bridge.stream, partial(chain.run, pairs))
+        for number in range(num_ops):
+            tokens = order.choice(list(chains))
+            chain, graph = chains[tokens]
+            if order.random() < 0.3:
+                step = Case(config=config, uneven=True).step(100 + number, tokens)
+                agree(world, run_checked_step(exchange, step, bridge))
+                continue
+            chain.forget()
+            for _ in range(order.randint(1, 3)):
+                graph.launch(bridge.stream)
+            agree(world, chain.complaint())
+        driver("StreamSynchronize", bridge.stream)
+        for _, graph in chains.values():
+            graph.close()
+    bridge.close()
+
+
+def several_exchanges(world):
+    """Two instances used unevenly: A A B A B B."""
+    first, second = config_of(world, "tiny", 5), config_of(world, "gpt_oss_120b", 3)
+    bridge = GpuBridge(world.device)
+    with ep.Exchange(world, first) as a, ep.Exchange(world, second) as b:
+        for number, which in enumerate("AABABB" * 3):
+            exchange, case = (a, Case(config=first)) if which == "A" else (b, Case(config=second))
+            step = case.step(number, 1 + number % 3)
+            agree(world, run_checked_step(exchange, step, bridge))
+    bridge.close()
+
+
+def kernel_options(world):
+    """Every way to build the kernels gives the same bits."""
+    for pdl in Pdl:
+        for fences in Fences:
+            if pdl is Pdl.EARLY and world.shares_gpus:
+                continue
+            options = KernelOptions(pdl=pdl, fences=fences)
+            steps(world, "kimi_k3", num_steps=12, options=options)
+            graphs(world, num_ops=12, options=options)
+
+
+def many_tokens(world, tokens=300):
+    """More tokens than CTAs of combine fit."""
+    steps(world, "kimi_k3", num_steps=6, max_tokens=tokens)
+
+
+def wrong_use(world, monkeypatch=None):
+    """Errors at the edge, after which the exchange still works."""
+    config = config_of(world, "tiny", 4)
+    bridge, other = GpuBridge(world.device), GpuBridge(world.device)
+    step = Case(config=config).step(0, 4)
+    inputs = step.inputs(world.rank)
+    x, ids, weights = map(bridge.put, inputs)
+    with ep.Exchange(world, config) as exchange:
+        with raises(ep.ArgumentError, "x is a ndarray; the GPU backend takes a C-contiguous array"):
+            exchange.dispatch(inputs.x, ids, weights, bridge.stream)
+        with raises(ep.ArgumentError, r"x is int32 \[4, 3\]; allowed is .* bfloat16"):
+            exchange.dispatch(ids, ids, weights, bridge.stream)
+        with raises(ep.ArgumentError, "stream is a str; allowed are None"):
+            exchange.dispatch(x, ids, weights, "stream")
+        with raises(ep.StateError, "combine without a dispatch"):
+            exchange.combine(x, ids)
+        agree(world, run_checked_step(exchange, step, bridge))
+        exchange.dispatch(x, ids, weights, bridge.stream)
+        partials = bridge.put(step.partials(world.rank, step.expected_rows(world.rank).source))
+        with raises(ep.StateError, "pass the same stream to both|still at work on stream"):
+            exchange.combine(partials, ids, stream=other.stream)
+        y = bridge.get(exchange.combine(partials, ids, stream=bridge.stream))
+        assert y.shape == (4, 32)
+        world.barrier()
+        agree(world, run_checked_step(exchange, step, other))
+    bridge.close()
+    other.close()
+
+
+def absent_rank(world):
+    """A rank that never comes ends the others' wait in time, by name; the context survives."""
+    config = config_of(world, "tiny", 4, timeout_s=0.5)
+    bridge = GpuBridge(world.device)
+    exchange = ep.Exchange(world, config)
+    agree(world, run_checked_step(exchange, Case(config=config).step(0, 4), bridge))
+    x, ids, weights = map(bridge.put, Case(config=config).step(1, 4).inputs(world.rank))
+    if world.rank != 1:
+        start = time.monotonic()
+        exchange.dispatch(x, ids, weights, bridge.stream)
+        driver("StreamSynchronize", bridge.stream)
+        assert 0.4 <= time.monotonic() - start < 3
+        with raises(
+            ep.EpTimeout, "dispatch of step 2 waited 0.5 s for rank 1 .* step: 1"
+        ) as caught:
+            exchange.poll()
+        assert caught.error.awaited == (1,)
+        with raises(ep.StateError, "this Exchange stopped at"):
+            exchange.combine(x, ids, stream=bridge.stream)
+        np.testing.assert_array_equal(bridge.get(bridge.put(np.arange(5))), np.arange(5))
+    world.barrier()
+    exchange.close()
+    with ep.Exchange(world, config) as again:
+        agree(world, run_checked_step(again, Case(config=config).step(2, 4), bridge))
+    bridge.close()
+
+
+CASES = {
+    "steps": steps,
+    "steps_k3": lambda world: steps(world, "kimi_k3"),
+    "steps_gpt": lambda world: steps(world, "gpt_oss_120b"),
+    "odd_payloads": odd_payloads,
+    "graphs": graphs,
+    "several_exchanges": several_exchanges,
+    "kernel_options": kernel_options,
+    "many_tokens": many_tokens,
+    "wrong_use": wrong_use,
+    "absent_rank": absent_rank,
+}

@@ -1,0 +1,36 @@
+"""The exchange on GPUs: ranks as threads of this process on one GPU, and as NVSHMEM processes."""
+
+import pytest
+
+from ep.memory.cuda import device_count
+from ep.testing import run_ranks
+from tests.mpi import mpirun
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not device_count(), reason="no CUDA device"),
+    pytest.mark.timeout(300),
+]
+if device_count():
+    from tests.gpu.cases import CASES
+else:
+    CASES = {}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_threads_on_one_gpu(case, ranks):
+    if ranks < 2 and case == "absent_rank":
+        pytest.skip("nobody can be absent")
+    run_ranks(ranks, CASES[case], backend="gpu")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", CASES)
+def test_nvshmem(case):
+    ranks = min(device_count(), 8)
+    if ranks < 2:
+        pytest.skip("needs two GPUs")
+    job = mpirun(ranks, "-m", "tests.gpu.worker", case, timeout_s=200)
+    assert job.code == 0, job
+    assert f"passed {case} on {ranks}" in job.out, job
