@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,9 +16,14 @@ from ep.bench.sweep import Plan, Sweep
 from ep.bootstrap import Backend, World
 from ep.bootstrap.launcher import detect
 from ep.config import MAX_TOKENS, EpConfig
-from ep.errors import CollectiveError, ConfigError, EpError, HeapError
+from ep.errors import ArgumentError, CollectiveError, ConfigError, EpError, HeapError
 from ep.exchange import Exchange
 from ep.routing import Routing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ep.kernels.options import KernelOptions
 
 TIMEOUT_S = 300.0
 """Bound of waits outside of steps: the oracle takes its time where ranks outnumber cores."""
@@ -96,6 +101,13 @@ class TokenCounts(click.ParamType[tuple[int, ...]]):
     default=None,
     help="Let several ranks use one GPU; start CUDA MPS, or it is very slow.",
 )
+@click.option(
+    "--compare",
+    nargs=2,
+    metavar="A B",
+    help="On GPUs: time two builds of the kernels in turn, each 'default' or like "
+    "'fences=cta,pdl=late'.",
+)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of all data.")
 @click.option("--norm/--no-norm", default=True, show_default=True, help="RMSNorm in combine.")
 @click.option(
@@ -126,6 +138,7 @@ def command(
     graph: bool,
     pairs: int,
     share_gpus: bool | None,
+    compare: tuple[str, str] | None,
     seed: int,
     norm: bool,
     backend: str,
@@ -158,7 +171,16 @@ def command(
     except EpError as error:
         raise click.ClickException(str(error)) from error
     with world:
-        plan = Plan(source, case, tokens, steps, warmup, eager=not graph, pairs=pairs)
+        plan = Plan(
+            source,
+            case,
+            tokens,
+            steps,
+            warmup,
+            eager=not graph,
+            pairs=pairs,
+            variants=tuple(name.replace("default", "") for name in compare or ("",)),
+        )
         code = run(world, plan, json_path)
     ctx.exit(code)
 
@@ -173,32 +195,46 @@ def run(world: World, plan: Plan, json_path: Path | None = None) -> int:
     """
     try:
         world.agree_on(plan.facts(), "the benchmark's options")
-        exchange = Exchange(world, plan.case.config)
-    except (CollectiveError, HeapError) as error:
+        exchanges = [
+            Exchange(world, plan.case.config, kernel_options=_options(variant))
+            for variant in plan.variants
+        ]
+    except (CollectiveError, HeapError, ArgumentError) as error:
         # Raised alike on every rank, so that all may leave in peace.
         if world.rank == 0:
             click.echo(f"Error: {error}", err=True)
         return 1
-    with exchange:
+    with contextlib.ExitStack() as stack:
+        for exchange in exchanges:
+            stack.enter_context(exchange)
         if world.rank == 0:
-            return _run_and_report(exchange, plan, json_path)
-        sweep = Sweep(exchange, plan, lambda _num_tokens, _phase: None)
+            return _run_and_report(exchanges, plan, json_path)
+        sweep = Sweep(exchanges, plan, lambda _num_tokens, _phase: None)
         rows = list(sweep.rows())
-        return int(bool(rows[-1].complaints))
+        return int(any(row.complaints for row in rows))
 
 
-def _run_and_report(exchange: Exchange, plan: Plan, json_path: Path | None) -> int:
+def _options(variant: str) -> KernelOptions | None:
+    if not variant:
+        return None
+    from ep.kernels.options import KernelOptions
+
+    return KernelOptions.parse(variant)
+
+
+def _run_and_report(exchanges: Sequence[Exchange], plan: Plan, json_path: Path | None) -> int:
     # Only here: the other ranks need nothing of it.
     from ep.bench.report import Report
 
-    report = Report(exchange.world, plan)
+    world = exchanges[0].world
+    report = Report(world, plan)
     failed = False
     with report:
-        for row in Sweep(exchange, plan, report.tell).rows():
+        for row in Sweep(exchanges, plan, report.tell).rows():
             failed |= bool(row.complaints)
             report.add(row)
             if json_path is not None:
-                append(json_path, to_json(row, plan, exchange.world))
+                append(json_path, to_json(row, plan, world))
     report.show()
     return int(failed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,8 @@ from ep.memory.local import LocalMemory
 from ep.memory.nvshmem import NvshmemMemory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from ep.bench.chain import Chain
@@ -29,28 +32,36 @@ ROUNDS = 2000
 PROBES = 9
 
 
-def time_graph(chain: Chain, pairs: int, num_timed: int, num_warmup: int) -> Times:
-    """Replay a graph of `pairs` pairs and give the mean of each replay, in ns a pair.
+def time_graphs(
+    chains: Sequence[Chain], pairs: int, num_timed: int, num_warmup: int
+) -> list[Times]:
+    """Replay a graph of `pairs` pairs of each chain in turn; the mean of each replay, in ns a pair.
 
     Dispatch and combine apart come from a second graph with a stamp between any two kernels. A
     stamp keeps the next kernel from starting early, so their sum exceeds a pair.
     """
-    stream = chain.bridge.stream
-    graph = Graph.capture(stream, lambda: chain.run(pairs))
-    replays = Events(num_timed + 1)
+    stream = chains[0].bridge.stream
+    graphs = [Graph.capture(stream, partial(chain.run, pairs)) for chain in chains]
     for _ in range(num_warmup):
-        graph.launch(stream)
-    chain.meet()
-    replays.record(0, stream)
-    for number in range(num_timed):
-        graph.launch(stream)
-        replays.record(number + 1, stream)
+        for graph in graphs:
+            graph.launch(stream)
+    chains[0].meet()
+    stamps = Events(num_timed * len(graphs) + 1)
+    stamps.record(0, stream)
+    for number in range(num_timed * len(graphs)):
+        graphs[number % len(graphs)].launch(stream)
+        stamps.record(number + 1, stream)
     cuda.driver("StreamSynchronize", stream)
-    pair = [replays.elapsed_ns(number, number + 1) / pairs for number in range(num_timed)]
-    graph.close()
-    replays.close()
-    dispatch, combine = _apart(chain, pairs, max(1, num_timed // pairs))
-    return {"pair": np.array(pair), "dispatch": dispatch, "combine": combine}
+    spans = [stamps.elapsed_ns(n, n + 1) / pairs for n in range(num_timed * len(graphs))]
+    for graph in graphs:
+        graph.close()
+    stamps.close()
+    times = []
+    for index, chain in enumerate(chains):
+        dispatch, combine = _apart(chain, pairs, max(1, num_timed // pairs))
+        pair = np.array(spans[index :: len(graphs)])
+        times.append({"pair": pair, "dispatch": dispatch, "combine": combine})
+    return times
 
 
 def time_eager(chain: Chain, num_timed: int, num_warmup: int) -> Times:

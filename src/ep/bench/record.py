@@ -95,6 +95,8 @@ class Row:
     traffic : Traffic
     floor : Floor or None
         Of the machine; None on the host backend.
+    variant : str
+        Build of the kernels, as `KernelOptions.parse` reads it.
     """
 
     tokens: int
@@ -102,6 +104,7 @@ class Row:
     timing: Timing | None
     traffic: Traffic
     floor: Floor | None = None
+    variant: str = ""
 
     @property
     def x_floor(self) -> float | None:
@@ -158,6 +161,7 @@ def gpu_facts(row: Row, plan: Plan, world: World) -> dict[str, Any]:
         return {"mode": mode}
     return {
         "mode": mode,
+        "variant": row.variant or "default",
         "pairs_a_graph": plan.pairs if mode == "graph" else None,
         "gpu": world.device.name,
         "gpus": world.num_gpus,

@@ -143,6 +143,8 @@ class Report:
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
         columns = {"tokens": [str(row.tokens) for row in self._rows]}
+        if len(self._plan.variants) > 1:
+            columns["build"] = [row.variant or "default" for row in self._rows]
         for name in _TIMES:
             columns[name] = ["-" if row.timing is None else _times(row)[name] for row in self._rows]
         if any(row.floor for row in self._rows):

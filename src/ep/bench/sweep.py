@@ -13,7 +13,7 @@ from ep.bench.timing import Timing, gather, time_host
 from ep.bootstrap import Backend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from ep.bench.cases import Case
     from ep.bench.timing import Floor
@@ -41,6 +41,8 @@ class Plan:
         On GPUs: enqueue each step from the host, instead of replaying a graph.
     pairs : int
         Steps in a graph.
+    variants : tuple of str
+        Builds of the kernels to compare, as `KernelOptions.parse` reads them; "" is the default.
     """
 
     shape: str
@@ -50,6 +52,7 @@ class Plan:
     warmup: int
     eager: bool = False
     pairs: int = 20
+    variants: tuple[str, ...] = ("",)
 
     def mode(self, backend: Backend) -> Literal["host", "eager", "graph"]:
         """How steps are timed."""
@@ -70,90 +73,104 @@ class Plan:
             "warmup": self.warmup,
             "eager": self.eager,
             "pairs": self.pairs,
+            "variants": self.variants,
         }
 
 
 class Sweep:
-    """Runs a plan on an exchange.
+    """Runs a plan.
 
     Parameters
     ----------
-    exchange : Exchange
-        Fresh: its steps are counted here, so that a complaint and a timeout name the same step.
+    exchanges : sequence of Exchange
+        One for each of the plan's variants, fresh: their steps are counted here, so that a
+        complaint and a timeout name the same step.
     plan : Plan
     tell : callable
         Told of each phase before it begins, with the number of tokens and the phase's name.
     """
 
-    def __init__(self, exchange: Exchange, plan: Plan, tell: Callable[[int, str], None]) -> None:
-        self._exchange = exchange
+    def __init__(
+        self, exchanges: Sequence[Exchange], plan: Plan, tell: Callable[[int, str], None]
+    ) -> None:
+        self._exchanges = exchanges
+        self._world = exchanges[0].world
         self._plan = plan
         self._tell = tell
+        self._mode = plan.mode(self._world.backend)
         self._steps_done = 0
-        self._bridge = open_bridge(exchange)
+        self._bridge = open_bridge(exchanges[0])
         self._floor: Floor | None = None
 
     def rows(self) -> Iterator[Row]:
         """Measure; ends after the first row whose check fails. Collective, alike on every rank."""
-        if self._exchange.world.backend is Backend.GPU:
+        if self._world.backend is Backend.GPU:
             from ep.bench.gpu_timing import measure_floor
 
-            self._floor = measure_floor(self._exchange.world, self._exchange.layout)
+            self._floor = measure_floor(self._world, self._exchanges[0].layout)
         for num_tokens in self._plan.tokens:
-            row = self._measure(num_tokens)
-            yield row
-            if row.complaints:
+            rows = self._measure(num_tokens)
+            yield from rows
+            if any(row.complaints for row in rows):
                 return
 
-    def _measure(self, num_tokens: int) -> Row:
-        exchange, plan = self._exchange, self._plan
+    def _measure(self, num_tokens: int) -> list[Row]:
+        plan = self._plan
         before, timed, after = PHASES
-        timing: Timing | None = None
         steps = [
             plan.case.step(self._steps_done + index, num_tokens)
             for index in range(1, NUM_INPUTS + 1)
         ]
-        traffic = gather_traffic(exchange.world, exchange.config, steps)
+        traffic = gather_traffic(self._world, plan.case.config, steps)
         self._tell(num_tokens, before)
         # Fewer tokens each time: a row that combine did not empty would be found.
         complaints = self._check(num_tokens, num_tokens // 2, min(num_tokens, 1))
-        if not complaints:
+        timings: list[Timing | None] = [None] * len(self._exchanges)
+        if not any(complaints):
             self._tell(num_tokens, timed)
-            chain = Chain(exchange, self._bridge, steps)
-            timing = gather(exchange.world, self._time(chain))
+            chains = [Chain(exchange, self._bridge, steps) for exchange in self._exchanges]
+            timings = [gather(self._world, times) for times in self._time(chains)]
             self._tell(num_tokens, after)
-            complaints = self._say(chain.complaint()) or self._check(num_tokens)
-        return Row(num_tokens, complaints, timing, traffic, self._floor)
+            complaints = [self._say(chain.complaint()) for chain in chains]
+            if not any(complaints):
+                complaints = self._check(num_tokens)
+        return [
+            Row(num_tokens, said, timing, traffic, self._floor, variant)
+            for said, timing, variant in zip(complaints, timings, plan.variants, strict=True)
+        ]
 
-    def _time(self, chain: Chain) -> dict[str, Any]:
+    def _time(self, chains: Sequence[Chain]) -> list[dict[str, Any]]:
         plan = self._plan
-        mode = plan.mode(self._exchange.world.backend)
-        if mode == "graph":
-            from ep.bench.gpu_timing import time_graph
+        if self._mode == "graph":
+            from ep.bench.gpu_timing import time_graphs
 
             # Of the graph with stamps, too, there are as many pairs as timed replays.
             self._steps_done += plan.pairs * (plan.warmup + plan.steps)
             self._steps_done += plan.pairs * max(1, plan.steps // plan.pairs)
-            return time_graph(chain, plan.pairs, plan.steps, plan.warmup)
+            return time_graphs(chains, plan.pairs, plan.steps, plan.warmup)
         self._steps_done += plan.steps + plan.warmup
-        if mode == "eager":
+        if self._mode == "eager":
             from ep.bench.gpu_timing import time_eager
 
-            return time_eager(chain, plan.steps, plan.warmup)
-        return time_host(chain, plan.steps, plan.warmup)
+            return [time_eager(chain, plan.steps, plan.warmup) for chain in chains]
+        return [time_host(chain, plan.steps, plan.warmup) for chain in chains]
 
-    def _check(self, *counts: int) -> tuple[str, ...]:
-        """Run a checked step for each of `counts` until one fails; every rank's complaints."""
+    def _check(self, *counts: int) -> list[tuple[str, ...]]:
+        """Run a checked step for each of `counts` until one fails; complaints of each variant."""
+        complaints: list[tuple[str, ...]] = [()] * len(self._exchanges)
         for num_tokens in counts:
             self._steps_done += 1
             step = self._plan.case.step(self._steps_done, num_tokens)
-            complaints = self._say(run_checked_step(self._exchange, step, self._bridge))
-            if complaints:
-                return complaints
-        return ()
+            complaints = [
+                self._say(run_checked_step(exchange, step, self._bridge))
+                for exchange in self._exchanges
+            ]
+            if any(complaints):
+                break
+        return complaints
 
     def _say(self, complaint: Complaint | None) -> tuple[str, ...]:
         """Give every rank's complaint."""
         own = None if complaint is None else str(complaint)
-        said = self._exchange.world.allgather(own, "comparing with the oracle")
+        said = self._world.allgather(own, "comparing with the oracle")
         return tuple(words for words in said if words is not None)
