@@ -22,13 +22,21 @@ case ${1:-} in
 esac
 
 ranks=${EP_NP:-16}
+[[ $ranks =~ ^[1-9][0-9]?$ && $ranks -le 72 ]] || ep_die "EP_NP=$ranks is not a number of ranks: 1 to 72"
 venv=${EP_VENV:-$ep_root/.venv}
 mpi=$(ep_mpi_extra)
 if [[ $mpi == mpi ]] && ! command -v mpirun >/dev/null; then
   ep_die "EP_MPI=site, but there is no mpirun in PATH"
 fi
 extras=("$mpi")
-if ep_has_gpu; then extras+=(gpu); fi
+if ep_has_gpu; then
+  extras+=(gpu)
+  gpus=$(nvidia-smi --list-gpus | wc -l)
+  if ((gpus < ranks)); then
+    echo "bench.sh: $ranks ranks share $gpus GPUs: right, but no measure of $ranks GPUs" >&2
+    export EP_SHARE_GPUS=1
+  fi
+fi
 
 ep_venv "$venv" "${extras[@]}"
 ep_activate "$venv"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import numbers
-import os
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from ep.errors import ArgumentError
+from ep.settings import is_set
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -27,7 +27,7 @@ FP32 = np.dtype(np.float32)
 
 def checks_values() -> bool:
     """Whether values are checked too, not only shapes: `EP_CHECK=1`."""
-    return os.environ.get("EP_CHECK", "0") not in ("", "0")
+    return is_set("EP_CHECK")
 
 
 def check_described(

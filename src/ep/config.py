@@ -123,9 +123,13 @@ class EpConfig:
             if name not in known:
                 raise ConfigError(name, (table | fields)[name], f"fields are {', '.join(known)}")
         merged = table | fields
-        for name, field in known.items():
-            if name not in merged and field.default is dataclasses.MISSING:
-                raise ConfigError(name, None, f"{source} does not give it; pass {name}=...")
+        missing = [
+            name
+            for name, field in known.items()
+            if name not in merged and field.default is dataclasses.MISSING
+        ]
+        if missing:
+            raise ConfigError("config", str(source), f"it lacks {', '.join(missing)}: pass them")
         return cls(**merged)
 
     @staticmethod
@@ -206,15 +210,17 @@ def _shapes_dir() -> Path:
 
 
 def _read_shape(source: str | Path) -> dict[str, Any]:
-    path = Path(source)
+    if not isinstance(source, (str, Path)):
+        raise ConfigError("config", source, "a name, or the path of a .toml file")
+    path = Path(source).expanduser()
     if path.suffix != ".toml":
         path = _shapes_dir() / f"{source}.toml"
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         names = ", ".join(EpConfig.available())
         raise ConfigError(
-            "config", str(source), f"a .toml file that exists, or one of {names}"
+            "config", str(source), f"a .toml file that exists, or (without .toml) one of {names}"
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError("config", str(source), f"a readable TOML file ({error})") from error

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 
 from ep.arguments import BF16, FP32, INT32, check_eps, check_ids, checks_values, token_count
-from ep.bootstrap import Backend
+from ep.bootstrap import Backend, World
+from ep.config import EpConfig
 from ep.errors import ArgumentError, CollectiveError, EpError, EpTimeout, StateError
 from ep.layout import EpLayout
 from ep.version import __version__
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from ep.bootstrap import World
     from ep.buffers import EpBuffers
-    from ep.config import EpConfig
     from ep.kernels.options import KernelOptions
 
 
@@ -127,6 +126,11 @@ class Exchange:
     def __init__(
         self, world: World, config: EpConfig, *, kernel_options: KernelOptions | None = None
     ) -> None:
+        given = (type(world).__name__, type(config).__name__)
+        if given != (World.__name__, EpConfig.__name__):
+            raise ArgumentError(
+                f"Exchange({', '.join(given)}): allowed is Exchange(World, EpConfig)"
+            )
         facts = {
             **{f"EpConfig.{name}": value for name, value in dataclasses.asdict(config).items()},
             "version of ep": __version__,
@@ -264,8 +268,11 @@ class Exchange:
         Raises
         ------
         EpTimeout
-            The steps since then are lost; close the exchange and make a new one.
+            Again at every call: the steps since then are lost; close the exchange and make a new
+            one.
         """
+        if self._broken is not None:
+            raise self._broken
         with self._turn():
             pass
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ep.bootstrap import World
 from ep.bootstrap.channel import ThreadChannel, ThreadGroup
+from ep.config import MAX_RANKS
+from ep.errors import ArgumentError, EpTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,24 +43,27 @@ def run_ranks(
     Raises
     ------
     Exception
-        The first error by rank, once every thread has ended; an error on one rank ends the set-up
-        waits of the others.
+        The first error, once every thread has ended; it ends the set-up waits of the others, while
+        those inside of a step last until `EpConfig.timeout_s`.
     """
+    if not 1 <= size <= MAX_RANKS:
+        raise ArgumentError(f"{size} ranks are not allowed: 1..{MAX_RANKS}")
     group = ThreadGroup(size)
+    failures: list[BaseException] = []
 
     def play(rank: int) -> T:
         channel = ThreadChannel(group, rank)
         try:
             with World(channel, backend, timeout_s, share_gpus=True) as world:
                 return function(world)
-        except BaseException:
+        except BaseException as error:
+            failures.append(error)
             channel.abort(1)
             raise
 
     with ThreadPoolExecutor(size, thread_name_prefix="rank") as pool:
         futures = [pool.submit(play, rank) for rank in range(size)]
-    failures = [future.exception() for future in futures]
-    for failure in failures:
-        if failure is not None and "another rank failed" not in str(failure):
-            raise failure
+    # What came first is the cause; a rank that waited in vain for the one that failed is not.
+    for failure in sorted(failures, key=lambda failure: isinstance(failure, EpTimeout)):
+        raise failure
     return [future.result() for future in futures]

@@ -53,9 +53,22 @@ def test_one_rank_that_fails_ends_the_job_with_its_traceback(case, tmp_path):
     job = mpirun(4, WORKER, case, env={"EP_SHM_DIR": str(tmp_path)})
     assert job.code != 0, job
     assert job.seconds < 30, job
-    assert "RuntimeError: rank one gives up" in job.err, job
+    assert job.err.count("RuntimeError: rank one gives up") == 1, job
     assert "passed" not in job.out, job
     assert not list(tmp_path.iterdir())
+
+
+def test_one_rank_that_leaves_ends_the_job_with_its_code():
+    job = mpirun(4, WORKER, "leave")
+    assert job.code == 3, job
+    assert "rank 1 of 4 left by sys.exit(3) while the world was open; it ends the job" in job.err
+
+
+def test_a_rank_that_ends_before_mpi_starts_does_not_hang_the_others():
+    job = mpirun(4, WORKER, "never_come")
+    assert job.code != 0, job
+    assert job.seconds < 20, job
+    assert "of 4: MPI start-up waited 1.5 s: some rank ended before it" in job.err, job
 
 
 def test_a_rank_missing_at_the_start_is_named():

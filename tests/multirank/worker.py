@@ -235,6 +235,14 @@ def crash_outside(world):
     exchange.dispatch(*Case(config=exchange.config).step(0, 4).inputs(world.rank))
 
 
+def leave(world):
+    """One rank leaves by sys.exit with a code of its own."""
+    with ep.Exchange(world, config(world, "tiny", 4, timeout_s=60)) as exchange:
+        if world.rank == 1:
+            sys.exit(3)
+        exchange.dispatch(*Case(config=exchange.config).step(0, 4).inputs(world.rank))
+
+
 def missing_at_start(world):
     """A rank that does not take part in making the exchange is named."""
     if world.rank == 3:
@@ -260,12 +268,18 @@ CASES = {
         late_rank,
         absent_rank,
         crash,
+        leave,
         missing_at_start,
     )
 }
 
 
 def main(name):
+    if name == "never_come":
+        # It ends before it has said anything to anybody, MPI included.
+        if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+            return
+        ep.World.connect(backend="host", timeout_s=1.5)
     if name == "crash_outside":
         crash_outside(ep.World.connect(backend="host"))
         return

@@ -335,17 +335,22 @@ def alone(monkeypatch):
         (["--tokens", "1,-2"], "is not allowed"),
         (["--tokens", "70000"], "is not allowed"),
         (["--tokens", "1,9", "--max-tokens", "8"], "8 is below the 9 of --tokens"),
-        (["--config", "nosuch"], "a .toml file that exists, or one of"),
+        (["--config", "nosuch"], "a .toml file that exists, or (without .toml) one of"),
         (["--routing", "nosuch"], "'uniform', 'zipf', 'one-rank', 'one-expert', 'masked'"),
         (["--steps", "0"], "--steps"),
         (["--backend", "cpu"], "'auto', 'host', 'gpu'"),
-        (["--json", "/nosuch/rows.jsonl"], "cannot append to it"),
     ],
 )
 def test_mistakes_in_options(alone, arguments, words):
     result = CliRunner().invoke(command, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_work(alone, tmp_path):
+    result = CliRunner().invoke(command, ["--json", str(tmp_path / "nosuch" / "rows.jsonl")])
+    assert result.exit_code == 1
+    assert "opening the file of --json failed on 1 of 1 ranks: rank 0" in result.output
 
 
 def test_help_names_every_option(alone):

@@ -111,6 +111,13 @@ def test_compiles_without_local_memory(kind, norm, shape, arch):
     assert used["registers"] * image.threads <= 65536
 
 
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("kind", [compiler.Kind.EMPTY, compiler.Kind.PING_PONG])
+def test_probes_compile(kind, arch):
+    image = built(kind, False, "least", arch)
+    assert resources(image.cubin)["frame"] == 0
+
+
 @every_kernel("k3_2", "k3_16", "gpt_oss_72")
 def test_ptxas_neither_spills_nor_refuses_an_instruction(kind, norm, shape, arch, tmp_path):
     if ptxas() is None:
@@ -183,7 +190,7 @@ def test_pdl_and_fences_are_what_the_options_say(kind, norm):
     for ptx in (late, off, early):
         assert ptx.count("fence.acq_rel.sys") == 2
     for ptx, thread_fences in ((late, True), (off, False)):
-        barrier = ptx.rindex("bar.sync", 0, ptx.index("atom.acq_rel"))
+        barrier = ptx.rindex("bar.sync", 0, ptx.index("atom.acq"))
         assert (ptx.index("fence.acq_rel.sys") < barrier) == thread_fences
 
 

@@ -55,7 +55,8 @@ class TokenCounts(click.ParamType[tuple[int, ...]]):
     metavar="NAME|FILE",
     default="kimi_k3",
     show_default=True,
-    help=f"Model shape: {', '.join(EpConfig.available())}, or a .toml file.",
+    help=f"Model shape: {', '.join(EpConfig.available())}, or a .toml file; its ranks and "
+    "max_tokens, if any, do not count here.",
 )
 @click.option(
     "--tokens",
@@ -163,8 +164,6 @@ def command(
         )
     except ConfigError as error:
         raise click.BadParameter(str(error), param_hint="--config") from error
-    if json_path is not None and (launch is None or launch.rank == 0):
-        _check_writable(json_path)
     case = Case(config=config, routing=Routing(routing), uneven=uneven, norm=norm, seed=seed)
     try:
         world = World.connect(backend, timeout_s=TIMEOUT_S, share_gpus=share_gpus)
@@ -195,6 +194,9 @@ def run(world: World, plan: Plan, json_path: Path | None = None) -> int:
     """
     try:
         world.agree_on(plan.facts(), "the benchmark's options")
+        # Before an hour of work, not after it.
+        problem = _obstacle(json_path) if world.rank == 0 and json_path is not None else None
+        world.agree(problem, "opening the file of --json")
         exchanges = [
             Exchange(world, plan.case.config, kernel_options=_options(variant))
             for variant in plan.variants
@@ -239,13 +241,13 @@ def _run_and_report(exchanges: Sequence[Exchange], plan: Plan, json_path: Path |
     return int(failed)
 
 
-def _check_writable(path: Path) -> None:
-    """Find out before an hour of work that its results cannot be written."""
+def _obstacle(path: Path) -> OSError | None:
+    """Say why nothing can be appended to `path`."""
     try:
         with path.open("a"):
-            pass
+            return None
     except OSError as error:
-        raise click.BadParameter(f"cannot append to it: {error}", param_hint="--json") from error
+        return error
 
 
 def main() -> None:

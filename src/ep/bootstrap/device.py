@@ -14,7 +14,7 @@ def gpu_obstacle() -> str | None:
     """Say why this process cannot use the GPU backend; None if it can. Local."""
     missing = [name for name in _NEEDED if not _is_installed(name)]
     if missing:
-        return f"{', '.join(missing)} not installed (pip install 'ep[gpu]')"
+        return f"{', '.join(missing)} not installed (the extra gpu of ep)"
     return None if device_count() else "no CUDA device is visible"
 
 

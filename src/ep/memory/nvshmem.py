@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep.errors import BootstrapError, EpError, HeapError
 from ep.memory import cuda
+from ep.settings import is_set
 
 if TYPE_CHECKING:
     from ep.bootstrap import World
@@ -97,9 +98,9 @@ def check_versions() -> None:
         words = f"{name} {found} is installed, tested is {tested} together with " + ", ".join(
             f"{other} {version}" for other, version in TESTED.items() if other != name
         )
-        if os.environ.get("EP_UNTESTED_VERSIONS", "0") in ("", "0"):
+        if not is_set("EP_UNTESTED_VERSIONS"):
             raise BootstrapError(
-                f"{words}; pip install 'ep[gpu]', or set EP_UNTESTED_VERSIONS=1 to go on"
+                f"{words}; install the extra gpu of ep, or set EP_UNTESTED_VERSIONS=1 to go on"
             )
         logger.warning("%s", words)
 
