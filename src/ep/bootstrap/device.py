@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from ep.errors import BootstrapError
 from ep.memory.cuda import Device, device_count
 
-_NEEDED = ("cuda.bindings", "cutlass", "nvshmem")
+_NEEDED = ("cuda.bindings", "nvshmem")
+"""Not the compiler: a cache of compiled kernels does without."""
 
 
 def gpu_obstacle() -> str | None:

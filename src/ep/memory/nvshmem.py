@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TESTED = {
-    "nvidia-cutlass-dsl": "4.8.1",
     "nvidia-nvshmem-cu13": "3.8.0",
     "nvshmem4py-cu13": "0.4.1",
 }

@@ -1,0 +1,1 @@
+"""Functions called from kernels. Needs CuTe DSL; nothing outside `ep.kernels` imports it."""

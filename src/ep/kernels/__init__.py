@@ -1,0 +1,1 @@
+"""Dispatch and combine as CuTe DSL kernels, and the cache of what they compile to."""

@@ -1,0 +1,340 @@
+"""Compile kernels once and keep them: CUBINs in memory and on disk, launched by the driver API.
+
+What is cached is the CUBIN and not the compiler's host object: it needs no compiler, no MLIR and
+no CuTe DSL in the process that loads it, it holds for every device of its architecture, and its
+parameters are plain scalars, which are checked here against the PTX they came from. A warm start
+imports `cuda.bindings` and nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+import tempfile
+import threading
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ep.errors import EpError
+from ep.version import __version__
+
+if TYPE_CHECKING:
+    from ep.kernels.options import KernelOptions
+    from ep.layout import EpLayout
+
+PINNED_COMPILER = "4.8.1"
+"""nvidia-cutlass-dsl of the `gpu` extra."""
+CACHE_FORMAT = 1
+"""Part of every key: raise it when the file format changes."""
+
+_lock = threading.RLock()
+_images: dict[str, Image] = {}
+
+
+class Kind(StrEnum):
+    """A kernel of this library."""
+
+    DISPATCH = "dispatch"
+    COMBINE = "combine"
+    EMPTY = "empty"
+    PING_PONG = "ping_pong"
+
+
+_CLASSES = {
+    Kind.DISPATCH: ("ep.kernels.dispatch", "EpDispatch"),
+    Kind.COMBINE: ("ep.kernels.combine", "EpCombine"),
+    Kind.EMPTY: ("ep.kernels.probe", "EpEmpty"),
+    Kind.PING_PONG: ("ep.kernels.probe", "EpPingPong"),
+}
+"""Module and class of each kernel: named, so that only `build` needs the compiler."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Image:
+    """A compiled kernel.
+
+    Attributes
+    ----------
+    entry : str
+        Name of the kernel in the CUBIN.
+    arch : str
+        The architecture it runs on, as "sm_90a".
+    threads : int
+        Threads a CTA.
+    params : tuple of (str, str)
+        Name and PTX type ("u64", "u32", "f32") of each argument.
+    cubin : bytes
+    ptx : str
+        What the CUBIN was made from; empty where it came from the disk.
+    """
+
+    entry: str
+    arch: str
+    threads: int
+    params: tuple[tuple[str, str], ...]
+    cubin: bytes
+    ptx: str = ""
+
+    def dumps(self) -> bytes:
+        """Bytes of a cache file: one line of JSON, then the CUBIN."""
+        head = {
+            "entry": self.entry,
+            "arch": self.arch,
+            "threads": self.threads,
+            "params": self.params,
+            "sha256": hashlib.sha256(self.cubin).hexdigest(),
+        }
+        return json.dumps(head).encode() + b"\n" + self.cubin
+
+    @classmethod
+    def loads(cls, data: bytes) -> Image | None:
+        """Read a cache file; None if it is damaged."""
+        head, _, cubin = data.partition(b"\n")
+        try:
+            facts = json.loads(head)
+            if facts["sha256"] != hashlib.sha256(cubin).hexdigest():
+                return None
+            params = tuple((name, kind) for name, kind in facts["params"])
+            return cls(facts["entry"], facts["arch"], facts["threads"], params, cubin)
+        except (ValueError, KeyError, TypeError):
+            return None
+
+
+def get_image(kind: Kind, layout: EpLayout, options: KernelOptions, arch: str) -> Image:
+    """Compiled kernel from memory, else from disk, else from the compiler. Local; thread-safe.
+
+    Several processes may miss at once: each compiles, and the file appears in one piece.
+
+    Parameters
+    ----------
+    kind : Kind
+    layout : EpLayout
+    options : KernelOptions
+    arch : str
+        As `device_arch` gives it.
+
+    Returns
+    -------
+    Image
+    """
+    key = cache_key(kind, layout, options, arch)
+    with _lock:
+        image = _images.get(key)
+        if image is None:
+            path = cache_dir() / f"{kind}-{arch}-{key}.bin"
+            image = _read(path)
+            if image is None:
+                image = build(kind, layout, options, arch)
+                _write(path, image.dumps())
+            _images[key] = image
+        return image
+
+
+def build(kind: Kind, layout: EpLayout, options: KernelOptions, arch: str) -> Image:
+    """Compile, whatever the caches hold. Needs CuTe DSL but no GPU."""
+    import cuda.bindings.driver as cuda
+    from cutlass import Float32, Int32, Int64, cute
+    from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepCUBIN, KeepPTX
+
+    module, name = _CLASSES[kind]
+    made = getattr(importlib.import_module(module), name)
+    kernel = made(layout, options)
+    made.kernel.set_name_prefix(made.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+    samples = [dtype(0) for _, dtype in made.params]
+    # The compiler keeps its options in its own objects, so one compilation at a time.
+    with _lock, tempfile.TemporaryDirectory(prefix="ep-") as scratch:
+        compile_for = cute.compile[GPUArch(arch), KeepPTX, KeepCUBIN, DumpDir(scratch)]
+        artifacts = compile_for(kernel, *samples, Int32(1), cuda.CUstream(0)).artifacts
+    ptx_types = {Int64: "u64", Int32: "u32", Float32: "f32"}
+    params = tuple((name, ptx_types[dtype]) for name, dtype in made.params)
+    entry, found = _signature(artifacts.PTX)
+    if found != [ptx_type for _, ptx_type in params]:
+        raise EpError(f"{entry} takes {found}, not {params}: the compiler changed the arguments")
+    return Image(entry, arch, kernel.threads, params, artifacts.CUBIN, artifacts.PTX)
+
+
+def cache_key(kind: Kind, layout: EpLayout, options: KernelOptions, arch: str) -> str:
+    """Digest of all that the CUBIN depends on."""
+    config = dataclasses.asdict(layout.config)
+    # An argument of the kernel, not part of it.
+    del config["timeout_s"]
+    facts = {
+        "format": CACHE_FORMAT,
+        "kind": kind,
+        "arch": arch,
+        "config": config,
+        "options": dataclasses.asdict(options),
+        "sources": _sources_digest(),
+        # Where no compiler is installed, only what the pinned one has made can be of use.
+        "versions": [_version("nvidia-cutlass-dsl") or PINNED_COMPILER, __version__],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def cache_dir() -> Path:
+    """Folder of compiled kernels: `EP_CACHE_DIR`, else `ep` in the user's cache folder."""
+    if chosen := os.environ.get("EP_CACHE_DIR"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "ep"
+
+
+def device_arch(device: int) -> str:
+    """Architecture of a CUDA device by ordinal, with its own instructions: "sm_90a"."""
+    import cuda.bindings.driver as cuda
+
+    wanted = cuda.CUdevice_attribute
+    _check(cuda.cuInit(0))
+    handle = _check(cuda.cuDeviceGet(device))
+    major = _check(
+        cuda.cuDeviceGetAttribute(wanted.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)
+    )
+    minor = _check(
+        cuda.cuDeviceGetAttribute(wanted.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle)
+    )
+    return f"sm_{major}{minor}a"
+
+
+class Launcher:
+    """A kernel loaded for all devices of this process. Thread-safe.
+
+    Parameters
+    ----------
+    image : Image
+    pdl : bool
+        Launch so that the kernel may start before the one ahead of it in the stream has ended.
+    """
+
+    def __init__(self, image: Image, *, pdl: bool) -> None:
+        import cuda.bindings.driver as cuda
+
+        self.image = image
+        self._cuda = cuda
+        self._lock = threading.Lock()
+        kinds: dict[str, Any] = {
+            "u64": ctypes.c_int64,
+            "u32": ctypes.c_int32,
+            "f32": ctypes.c_float,
+        }
+        self._args = [kinds[ptx_type]() for _, ptx_type in image.params]
+        addresses = [ctypes.addressof(arg) for arg in self._args]
+        self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._library = _check(cuda.cuLibraryLoadData(image.cubin, None, None, 0, None, None, 0))
+        self._kernel = _check(cuda.cuLibraryGetKernel(self._library, image.entry.encode()))
+        self._function = cuda.CUfunction(int(self._kernel))
+        self._config = self._launch_config(pdl=pdl)
+
+    def load(self) -> None:
+        """Load into the current context now, so that a graph capture need not."""
+        _check(self._cuda.cuKernelGetFunction(self._kernel))
+
+    def resident_ctas(self, device: int) -> int:
+        """CTAs of this kernel that a device holds at once; its context is current."""
+        cuda = self._cuda
+        function = _check(cuda.cuKernelGetFunction(self._kernel))
+        per_sm = _check(
+            cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, self.image.threads, 0)
+        )
+        sms = _check(
+            cuda.cuDeviceGetAttribute(
+                cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+                _check(cuda.cuDeviceGet(device)),
+            )
+        )
+        return int(per_sm) * int(sms)
+
+    def __call__(self, stream: int, num_ctas: int, *args: float) -> None:
+        """Enqueue on `stream` (a CUstream as an integer); the stream's context is current.
+
+        `args` are those of `image.params`, in order: addresses and integers as int, `f32` as float.
+        """
+        with self._lock:
+            for slot, value in zip(self._args, args, strict=True):
+                slot.value = value
+            self._config.gridDimX = num_ctas
+            self._config.hStream = self._cuda.CUstream(stream)
+            # The driver copies the arguments before it returns.
+            pointers = ctypes.addressof(self._pointers)
+            _check(self._cuda.cuLaunchKernelEx(self._config, self._function, pointers, 0))
+
+    def _launch_config(self, *, pdl: bool) -> Any:
+        cuda = self._cuda
+        config = cuda.CUlaunchConfig()
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.blockDimX = self.image.threads
+        config.sharedMemBytes = 0
+        config.numAttrs = 0
+        if pdl:
+            early = cuda.CUlaunchAttribute()
+            early.id = (
+                cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            )
+            early.value.programmaticStreamSerializationAllowed = 1
+            config.attrs = [early]
+            config.numAttrs = 1
+        return config
+
+
+def _signature(ptx: str) -> tuple[str, list[str]]:
+    """Name and parameter types of the one kernel in `ptx`."""
+    entries = re.findall(r"\.entry\s+(\w+)\s*\(([^)]*)\)", ptx)
+    if len(entries) != 1:
+        raise EpError(f"the compiler gave {len(entries)} kernels, want 1")
+    entry, params = entries[0]
+    return entry, re.findall(r"\.param\s+\.(\w+)\s+\w+", params)
+
+
+@functools.cache
+def _sources_digest() -> str:
+    """Digest of the files that the kernels are made from."""
+    package = Path(__file__).resolve().parents[1]
+    files = [package / name for name in ("config.py", "layout.py", "record.py")]
+    files += sorted((package / "device").glob("*.py")) + sorted((package / "kernels").glob("*.py"))
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _read(path: Path) -> Image | None:
+    try:
+        return Image.loads(path.read_bytes())
+    except OSError:
+        return None
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Make the file appear in one piece; a cache that cannot be written is only slower."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as scratch:
+            scratch.write(data)
+        Path(scratch.name).replace(path)
+    except OSError:
+        return
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    """Give what a driver call returned, or raise with the driver's words."""
+    import cuda.bindings.driver as cuda
+
+    status, *values = result
+    if status != cuda.CUresult.CUDA_SUCCESS:
+        _, words = cuda.cuGetErrorString(status)
+        raise EpError(f"CUDA driver: {words.decode() if words else status.name}")
+    return values[0] if values else None

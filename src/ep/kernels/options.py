@@ -1,0 +1,66 @@
+"""Choices that a kernel is compiled with, beside the shape. Plain data: needs no compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+from typing import Any, Self
+
+from ep.errors import ArgumentError
+
+
+class Pdl(StrEnum):
+    """Programmatic dependent launch: how early the next kernel of the stream may start."""
+
+    OFF = "off"
+    """Not before this kernel has ended."""
+    LATE = "late"
+    """After the wait for the peers: what starts early can never keep a peer from running."""
+    EARLY = "early"
+    """At once: hides the next launch. Only where each rank has a GPU of its own, since a kernel
+    that is resident and idle could keep out another rank's kernel that this one waits for."""
+
+
+class Fences(StrEnum):
+    """Who fences at system scope between the payload and the arrival of its CTA."""
+
+    THREAD = "thread"
+    """Every storing thread, before the CTA barrier; relies on no cumulativity for the payload."""
+    CTA = "cta"
+    """The arriving warp, after the CTA barrier; enough by the PTX memory model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelOptions:
+    """How a kernel is made, beside its shape.
+
+    Attributes
+    ----------
+    pdl : Pdl
+    fences : Fences
+    norm : bool
+        Whether combine ends with RMSNorm; nothing to dispatch.
+    """
+
+    pdl: Pdl = Pdl.LATE
+    fences: Fences = Fences.THREAD
+    norm: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read options as people write them: "fences=cta,pdl=late"; what is not named is default.
+
+        Raises
+        ------
+        ArgumentError
+            Naming what is not an option or not one of its values.
+        """
+        kinds: dict[str, type[StrEnum]] = {"pdl": Pdl, "fences": Fences}
+        chosen: dict[str, Any] = {}
+        for part in text.split(","):
+            name, _, value = part.strip().partition("=")
+            if name not in kinds or value not in list(kinds[name]):
+                allowed = "; ".join(f"{key}={'|'.join(kind)}" for key, kind in kinds.items())
+                raise ArgumentError(f"{part!r} is no kernel option; allowed are {allowed}")
+            chosen[name] = kinds[name](value)
+        return cls(**chosen)
