@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ep.config import EpConfig
 
     Array = npt.NDArray[Any]
-    Shape = tuple[int | None, ...]
 
+Shape: TypeAlias = tuple[int | None, ...]
 BF16 = np.dtype(ml_dtypes.bfloat16)
 INT32 = np.dtype(np.int32)
 FP32 = np.dtype(np.float32)

@@ -1,6 +1,7 @@
 """What each rank of a GPU test does, whether a thread or a process plays it."""
 
 import dataclasses
+import importlib
 import random
 import time
 from functools import partial
@@ -8,10 +9,10 @@ from functools import partial
 import numpy as np
 
 import ep
-from ep.bench.bridge import GpuBridge
+from ep.bench.bridge import GpuBridge, received_rows
 from ep.bench.cases import Case
 from ep.bench.chain import Chain
-from ep.bench.check import run_checked_step
+from ep.bench.check import Where, check_result, check_rows, run_checked_step
 from ep.gpu.graph import Graph
 from ep.kernels.options import Fences, KernelOptions, Pdl
 from ep.memory.cuda import driver
@@ -177,7 +178,118 @@ def absent_rank(world):
     bridge.close()
 
 
+def foreign_arrays(world):
+    """Arrays of torch, CuPy and JAX, and torch's streams and graphs, where they are installed."""
+    config = config_of(world, "kimi_k3", 8)
+    step = Case(config=config).step(0, 5)
+    inputs, rank = step.inputs(world.rank), world.rank
+    rows, want = step.expected_rows(rank), step.expected_result(rank)
+    partials, gains = step.partials(rank, rows.source), step.case.norm_weight
+    bridge = GpuBridge(world.device)
+    with ep.Exchange(world, config) as exchange:
+        for name, put in foreign(world, bridge):
+            x, ids, weights, p, g = map(put, (*inputs, partials, gains))
+            world.barrier()
+            received = exchange.dispatch(x, ids, weights, bridge.stream)
+            agree(world, check_rows(received_rows(bridge, received), rows, where(world), 8))
+            y = exchange.combine(p, ids, g, stream=bridge.stream)
+            agree(world, check_result(bridge.get(y), want, where(world)))
+            print(f"{name} on rank {rank}", flush=True)
+        torch = installed("torch")
+        if torch is not None:
+            with_torch(world, exchange, (*inputs, partials, gains), want)
+    bridge.close()
+
+
+def where(world):
+    return Where(world.rank, 0, "dispatch")
+
+
+def installed(name):
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def foreign(world, bridge):
+    """Ways to put NumPy data on this rank's GPU: a name, and how."""
+    ordinal = world.device.ordinal
+    torch, cupy, jax = map(installed, ("torch", "cupy", "jax"))
+    if torch is not None:
+
+        def to_torch(array):
+            raw = {2: np.int16, 4: np.int32}[array.dtype.itemsize]
+            kinds = {"bfloat16": torch.bfloat16, "int32": torch.int32, "float32": torch.float32}
+            tensor = torch.from_numpy(array.view(raw).copy()).view(kinds[array.dtype.name])
+            return tensor.to(f"cuda:{ordinal}")
+
+        yield "torch", to_torch
+        yield "torch by DLPack", lambda array: OnlyDlpack(to_torch(array))
+        # What the receive rows look like from outside.
+        probe = bridge.put(np.arange(6, dtype=np.float32).reshape(2, 3))
+        assert torch.from_dlpack(probe).tolist() == [[0, 1, 2], [3, 4, 5]]
+    if cupy is not None:
+
+        def to_cupy(array):
+            with cupy.cuda.Device(ordinal):
+                return cupy.asarray(array) if array.dtype.kind in "if" else bridge.put(array)
+
+        yield "CuPy", to_cupy
+    if jax is not None:
+        yield "JAX", lambda array: jax.device_put(array, jax.devices("gpu")[ordinal])
+
+
+class OnlyDlpack:
+    """A tensor that hides everything but DLPack."""
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def __dlpack__(self, **options):
+        return self._tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._tensor.__dlpack_device__()
+
+
+def with_torch(world, exchange, arrays, want):
+    """A torch stream, out in a torch tensor, and a torch CUDA graph."""
+    import torch
+
+    torch.cuda.set_device(world.device.ordinal)
+    put = next(put for name, put in foreign(world, GpuBridge(world.device)) if name == "torch")
+    x, ids, weights, partials, gains = map(put, arrays)
+    out = torch.full_like(x, float("nan"))
+    stream = torch.cuda.Stream()
+
+    def pair():
+        exchange.dispatch(x, ids, weights, stream)
+        assert exchange.combine(partials, ids, gains, out=out, stream=stream) is out
+
+    world.barrier()
+    with torch.cuda.stream(stream):
+        pair()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        pair()
+        with raises(ep.StateError, "nothing is allocated during graph capture"):
+            exchange.dispatch(x, ids, weights, stream)
+            exchange.combine(partials, ids, gains, stream=stream)
+        exchange.combine(partials, ids, gains, out=out, stream=stream)
+    out.fill_(float("nan"))
+    torch.cuda.synchronize()
+    world.barrier()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    got = out.view(torch.int16).cpu().numpy().view(want.dtype)
+    agree(world, check_result(got, want, where(world)))
+
+
 CASES = {
+    "foreign_arrays": foreign_arrays,
     "steps": steps,
     "steps_k3": lambda world: steps(world, "kimi_k3"),
     "steps_gpt": lambda world: steps(world, "gpt_oss_120b"),

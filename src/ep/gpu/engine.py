@@ -93,7 +93,7 @@ class GpuEngine:
         """Make a BF16 array for a result; not while a graph is captured."""
         if _is_capturing(stream):
             raise StateError("nothing is allocated during graph capture: pass out= to combine")
-        return cuda.DeviceArray.empty(shape, BF16.name, self._device.ordinal, stream)
+        return cuda.DeviceArray.empty(shape, BF16.name, self._device.ordinal)
 
     def values(self, array: cuda.DeviceArray, stream: int) -> npt.NDArray[Any] | None:
         """Copy an argument to the host; None while a graph is captured."""

@@ -247,32 +247,31 @@ class DeviceArray:
     def from_numpy(cls, values: npt.NDArray[Any], device: int = 0, stream: int = 0) -> Self:
         """Copy a host array to memory of its own on the current device, in order of `stream`."""
         values = np.ascontiguousarray(values)
-        array = cls.empty(values.shape, values.dtype.name, device, stream)
+        array = cls.empty(values.shape, values.dtype.name, device)
         upload(array.address, values, stream)
         return array
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: str, device: int = 0, stream: int = 0) -> Self:
-        """Allocate on the current device, not initialised, for work in the order of `stream`.
+    def empty(cls, shape: tuple[int, ...], dtype: str, device: int = 0) -> Self:
+        """Allocate on the current device, not initialised.
 
-        The memory goes back in that order too: neither call waits for the device, as it could
-        for a kernel of another rank of this process that waits for this one.
+        The memory goes back with the last reference, which waits for all work of the device: so
+        nothing that is still in flight can lose it.
         """
         size_bytes = max(1, int(np.prod(shape, dtype=np.int64))) * np_dtype(dtype).itemsize
-        allocation = _Allocation(size_bytes, stream)
+        allocation = _Allocation(size_bytes)
         return cls(allocation.address, shape, dtype, (), device, allocation)
 
 
 class _Allocation:
     """Device memory of this process alone: freeing it is local, so it may happen at any time."""
 
-    def __init__(self, size_bytes: int, stream: int) -> None:
-        self.stream = stream
-        self.address = int(driver("MemAllocAsync", size_bytes, stream))
+    def __init__(self, size_bytes: int) -> None:
+        self.address = int(driver("MemAlloc", size_bytes))
 
     def __del__(self) -> None:
         try:
-            driver("MemFreeAsync", self.address, self.stream)
+            free(self.address)
         except Exception:  # noqa: BLE001 - at interpreter exit the driver may be gone
             logger.debug("device memory at %#x was not freed", self.address)
 
