@@ -9,7 +9,7 @@ import numpy as np
 from ep.arguments import Shape, check_described, wanted
 from ep.errors import ArgumentError
 from ep.memory.cuda import DeviceArray
-from ep.memory.dlpack import from_capsule
+from ep.memory.dlpack import CUDA, from_capsule
 
 KIND = "array in CUDA memory"
 
@@ -88,6 +88,8 @@ def _describe(name: str, array: Any) -> DeviceArray | None:
     if getattr(array, "is_cuda", False) and hasattr(array, "data_ptr"):
         return _from_torch(array)
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        if array.__dlpack_device__()[0] != CUDA:
+            return None
         return _from_dlpack(name, array)
     interface = getattr(array, "__cuda_array_interface__", None)
     return None if interface is None else _from_interface(interface, array)
@@ -108,7 +110,7 @@ def _from_dlpack(name: str, array: Any) -> DeviceArray:
     try:
         # -1: do not synchronize; the caller orders its work by the stream that it passes.
         capsule = array.__dlpack__(stream=-1)
-    except (TypeError, ValueError, BufferError, NotImplementedError):
+    except Exception:  # noqa: BLE001 - libraries that do not know -1 fail each in its own way
         capsule = array.__dlpack__()
     return from_capsule(name, capsule, array)
 

@@ -63,6 +63,7 @@ class GpuEngine:
         self._table = cuda.allocate(8 * len(memory.addresses))
         cuda.upload(self._table, np.array(memory.addresses, np.int64))
         self._arm()
+        self._shares_context = world.is_one_process and world.shares_gpus
         self._last_stream: int | None = None
         self._ended = cuda.driver("EventCreate", _event_flags())
 
@@ -93,6 +94,9 @@ class GpuEngine:
         """Make a BF16 array for a result; not while a graph is captured."""
         if _is_capturing(stream):
             raise StateError("nothing is allocated during graph capture: pass out= to combine")
+        if self._shares_context:
+            # Allocating can wait for the device, and so for a kernel that waits for this rank.
+            raise StateError("ranks of one process that share a GPU pass out= to combine")
         return cuda.DeviceArray.empty(shape, BF16.name, self._device.ordinal)
 
     def values(self, array: cuda.DeviceArray, stream: int) -> npt.NDArray[Any] | None:
