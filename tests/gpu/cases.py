@@ -291,7 +291,95 @@ def with_torch(world, exchange, arrays, want):
     agree(world, check_result(got, want, where(world)))
 
 
+def long_run(world, num_steps=100_000, pairs=20):
+    """Many steps in graphs, compared on the device: every result of every graph, some rows.
+
+    T changes from graph to graph, and each rank is delayed at random in between.
+    """
+    torch = installed("torch")
+    torch.cuda.set_device(world.device.ordinal)
+    config = config_of(world, "kimi_k3", 8)
+    bridge = GpuBridge(world.device)
+    stream = torch.cuda.ExternalStream(bridge.stream)
+    order, delays = random.Random(11), random.Random(world.rank)
+    with ep.Exchange(world, config) as exchange, torch.cuda.stream(stream):
+        wrong = torch.zeros(2, dtype=torch.int64, device=f"cuda:{world.device.ordinal}")
+        chains = []
+        for tokens in (1, 3, 5, 8):
+            case = Case(config=config, uneven=tokens == 5, seed=tokens)
+            chain = Chain(exchange, bridge, [case.step(tokens + n, tokens) for n in range(4)])
+            graph = Graph.capture(bridge.stream, partial(chain.run, pairs))
+            chains.append((chain, graph, OnDevice(torch, bridge, chain)))
+        world.barrier()
+        for _ in range(num_steps // (pairs + 1)):
+            chain, graph, device = order.choice(chains)
+            if delays.random() < 0.2:
+                torch.cuda._sleep(delays.randrange(100_000))
+            device.forget()
+            graph.launch(bridge.stream)
+            wrong[0] += device.wrong_results()
+            received = device.dispatch()
+            wrong[1] += device.wrong_rows(received)
+            device.combine()
+        stream.synchronize()
+        agree(world, str(wrong.tolist()) if wrong.any() else None)
+        for _, graph, _ in chains:
+            graph.close()
+    bridge.close()
+
+
+class OnDevice:
+    """A chain's results and rows, and what they must be, as torch tensors of raw bits."""
+
+    def __init__(self, torch, bridge, chain):
+        self.torch, self.bridge, self.chain = torch, bridge, chain
+        exchange, rank = chain.exchange, chain.exchange.world.rank
+        self.results = [self.bits(array) for array in chain._results]
+        self.wanted = [self.bits(bridge.put(want)) for want in chain.expected()]
+        rows = chain.steps[0].expected_rows(rank)
+        self.live = torch.from_numpy(np.flatnonzero(rows.source >= 0)).to(self.results[0].device)
+        self.rows = {
+            name: self.bits(bridge.put(getattr(rows, name)))
+            for name in ("source", "ids", "weights", "x", "scales")
+        }
+        self.exchange = exchange
+
+    def bits(self, array):
+        kind = {1: "uint8", 2: "int16", 4: "int32"}[array.itemsize]
+        raw = dataclasses.replace(array, dtype=kind)
+        return self.torch.from_dlpack(raw)
+
+    def forget(self):
+        for result in self.results:
+            result.fill_(-1)
+
+    def wrong_results(self):
+        pairs = zip(self.results, self.wanted, strict=True)
+        return sum((got != want).sum() for got, want in pairs)
+
+    def dispatch(self):
+        return self.exchange.dispatch(*self.chain._inputs[0], self.bridge.stream)
+
+    def wrong_rows(self, received):
+        wrong = 0
+        for name, want in self.rows.items():
+            got = self.bits(getattr(received, name))
+            if name in ("x", "scales"):
+                got, want = got[self.live], want[self.live]
+            wrong += (got != want).sum()
+        return wrong
+
+    def combine(self):
+        chain = self.chain
+        _, ids, _ = chain._inputs[0]
+        out = chain._results[0]
+        self.exchange.combine(
+            chain._partials, ids, chain._norm_weight, out=out, stream=self.bridge.stream
+        )
+
+
 CASES = {
+    "long_run": long_run,
     "foreign_arrays": foreign_arrays,
     "steps": steps,
     "steps_k3": lambda world: steps(world, "kimi_k3"),

@@ -13,7 +13,7 @@ from ep.bench.check import Complaint, Where, check_result
 from ep.layout import SOURCE_BITS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -82,14 +82,18 @@ class Chain:
     def complaint(self) -> Complaint | None:
         """Compare the results of the last run of each step with the oracle."""
         rank = self.exchange.world.rank
-        for step, result in zip(self.steps, self._results, strict=True):
-            expected = _ChainStep(step.case, step.number, step.counts, first=self.steps[0])
+        for step, result, want in zip(self.steps, self._results, self.expected(), strict=True):
             got: Any = self.bridge.get(result)
-            where = Where(rank, step.number, "timed combine")
-            complaint = check_result(got, expected.expected_result(rank), where)
+            complaint = check_result(got, want, Where(rank, step.number, "timed combine"))
             if complaint is not None:
                 return complaint
         return None
+
+    def expected(self) -> Iterator[BFloat16Array]:
+        """Give what the oracle says of each step's result on this rank."""
+        for step in self.steps:
+            chained = _ChainStep(step.case, step.number, step.counts, first=self.steps[0])
+            yield chained.expected_result(self.exchange.world.rank)
 
 
 def _partials(exchange: Exchange, steps: Sequence[Step]) -> BFloat16Array:

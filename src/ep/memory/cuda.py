@@ -138,6 +138,9 @@ def download(address: int, shape: tuple[int, ...], dtype: Any, stream: int = 0) 
     """Copy dense device memory to a new host array in the order of `stream`, and wait for that."""
     values = np.empty(shape, dtype)
     if values.nbytes:
+        # First: a copy to pageable memory that waits keeps other threads out of the driver, and
+        # with them, maybe, the rank that it waits for.
+        driver("StreamSynchronize", stream)
         driver("MemcpyDtoHAsync", values.ctypes.data, address, values.nbytes, stream)
         driver("StreamSynchronize", stream)
     return values
