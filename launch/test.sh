@@ -23,7 +23,8 @@ venv=${EP_VENV:-$ep_root/.venv}
 mpi=$(ep_mpi_extra)
 export EP_TEST_OPENMPI=${EP_TEST_OPENMPI:-$ep_root/.venv-openmpi}
 
-ep_venv "$venv" "$mpi" dev
+# The GPU libraries too: kernels compile without a GPU.
+ep_venv "$venv" "$mpi" dev gpu
 ep_venv "$EP_TEST_OPENMPI" openmpi
 ep_activate "$venv"
 # The tests start up to 16 ranks, under both.

@@ -365,8 +365,9 @@ class OnDevice:
         for name, want in self.rows.items():
             got = self.bits(getattr(received, name))
             if name in ("x", "scales"):
-                got, want = got[self.live], want[self.live]
-            wrong += (got != want).sum()
+                wrong += (got[self.live] != want[self.live]).sum()
+            else:
+                wrong += (got != want).sum()
         return wrong
 
     def combine(self):
@@ -378,7 +379,47 @@ class OnDevice:
         )
 
 
+def first_call_in_a_capture(world):
+    """A graph captured before any eager call: everything was loaded when the exchange was made."""
+    config = config_of(world, "kimi_k3", 8)
+    bridge = GpuBridge(world.device)
+    with ep.Exchange(world, config) as exchange:
+        chain = Chain(exchange, bridge, [Case(config=config).step(n, 5) for n in range(3)])
+        graph = Graph.capture(bridge.stream, partial(chain.run, 3))
+        world.barrier()
+        for _ in range(3):
+            graph.launch(bridge.stream)
+        agree(world, chain.complaint())
+        graph.close()
+    bridge.close()
+
+
+def nvshmem_elsewhere(world):
+    """NVSHMEM that somebody else has initialised is shared, and left running."""
+    import nvshmem.core
+    from cuda.core import Device
+
+    from ep.memory.nvshmem import load
+
+    bindings = load()
+    device = Device(world.device.ordinal)
+    device.set_current()
+    uid = nvshmem.core.get_unique_id(empty=world.rank != 0)
+    raw = uid._data.view("u1").ravel()
+    raw[:] = world.allgather(raw.tolist())[0]
+    nvshmem.core.init(
+        device=device, uid=uid, rank=world.rank, nranks=world.size, initializer_method="uid"
+    )
+    steps(world, "tiny", 6)
+    assert bindings.my_pe() == world.rank
+    world.barrier()
+    nvshmem.core.finalize()
+    # And one of our own after that one has ended.
+    steps(world, "tiny", 6)
+
+
 CASES = {
+    "first_call_in_a_capture": first_call_in_a_capture,
     "long_run": long_run,
     "foreign_arrays": foreign_arrays,
     "steps": steps,
@@ -392,3 +433,5 @@ CASES = {
     "wrong_use": wrong_use,
     "absent_rank": absent_rank,
 }
+PROCESS_CASES = {"nvshmem_elsewhere": nvshmem_elsewhere}
+"""Only for ranks that are processes."""

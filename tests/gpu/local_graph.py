@@ -1,4 +1,4 @@
-"""Up to 72 ranks of one process on one GPU, as branches of one graph: no launch queue is too few."""
+"""Up to 72 ranks of one process on one GPU, as branches of one graph: queues do not run out."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

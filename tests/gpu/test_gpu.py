@@ -12,9 +12,9 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 if device_count():
-    from tests.gpu.cases import CASES
+    from tests.gpu.cases import CASES, PROCESS_CASES
 else:
-    CASES = {}
+    CASES = PROCESS_CASES = {}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -26,7 +26,7 @@ def test_threads_on_one_gpu(case, ranks):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *PROCESS_CASES])
 def test_nvshmem(case):
     ranks = min(device_count(), 8)
     if ranks < 2:

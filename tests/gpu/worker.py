@@ -4,14 +4,14 @@ import sys
 import time
 
 import ep
-from tests.gpu.cases import CASES
+from tests.gpu.cases import CASES, PROCESS_CASES
 
 
 def main(names):
     with ep.World.connect(backend="gpu") as world:
         for name in names:
             start = time.monotonic()
-            CASES[name](world)
+            (CASES | PROCESS_CASES)[name](world)
             world.barrier()
             if world.rank == 0:
                 seconds = time.monotonic() - start

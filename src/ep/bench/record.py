@@ -197,12 +197,16 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Commit of the checkout that `ep` runs from, "-dirty" if files differ; None outside of one."""
+    """Commit of the checkout that `ep` runs from, "-dirty" if files differ.
+
+    Outside of one what `EP_COMMIT` says, else None.
+    """
+    told = os.environ.get("EP_COMMIT")
     package = Path(ep.__file__).resolve().parent
     top = _git(package, "rev-parse", "--show-toplevel")
     # An environment may lie inside of somebody else's checkout.
     if top is None or Path(top) / "src" / "ep" != package:
-        return None
+        return told
     return _git(package, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 

@@ -16,6 +16,7 @@ CUDA = 2
 # (type code, bits) of dlpack.h 1.1.
 _CODES = {
     "int8": (0, 8),
+    "int16": (0, 16),
     "int32": (0, 32),
     "int64": (0, 64),
     "uint8": (1, 8),

@@ -104,6 +104,15 @@ def check_versions() -> None:
         logger.warning("%s", words)
 
 
+def load() -> Any:
+    """Load NVSHMEM's host library and give its bindings; starts nothing."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+    from nvshmem import bindings
+
+    load_nvidia_dynamic_lib("nvshmem_host")
+    return bindings
+
+
 _initialised_here = False
 
 
@@ -114,10 +123,7 @@ def _initialise(world: World, device: cuda.Device) -> None:
     # All ranks are in one NVLink domain: without this NVSHMEM looks for NICs and complains.
     os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
-    from cuda.pathfinder import load_nvidia_dynamic_lib
-    from nvshmem import bindings
-
-    load_nvidia_dynamic_lib("nvshmem_host")
+    bindings = load()
     status = bindings.Init_status
     running = status.STATUS_IS_INITIALIZED <= bindings.init_status() <= status.STATUS_FULL_MPG
     states = world.allgather(running, "looking for NVSHMEM")
