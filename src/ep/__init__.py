@@ -16,6 +16,7 @@ from ep.errors import (
     BootstrapError,
     CollectiveError,
     ConfigError,
+    DeviceError,
     EpError,
     EpTimeout,
     HeapError,
@@ -23,6 +24,7 @@ from ep.errors import (
 )
 from ep.exchange import Exchange, Received
 from ep.layout import EpLayout
+from ep.memory.cuda import DeviceArray
 from ep.version import __version__
 
 __all__ = [
@@ -30,6 +32,8 @@ __all__ = [
     "BootstrapError",
     "CollectiveError",
     "ConfigError",
+    "DeviceArray",
+    "DeviceError",
     "DispatchFormat",
     "EpBuffers",
     "EpConfig",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ep.errors import DeviceError
+from ep.errors import ArgumentError, DeviceError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -225,6 +225,14 @@ class DeviceArray:
             "strides": self.strides_bytes,
             "version": 3,
         }
+
+    def as_bytes(self) -> DeviceArray:
+        """View as uint8, the last axis longer by the item size: for libraries without FP8 types."""
+        if self.strides_bytes[-1] != self.itemsize:
+            raise ArgumentError(f"{self} is not dense along its last axis; it has no bytes view")
+        shape = (*self.shape[:-1], self.shape[-1] * self.itemsize)
+        strides = (*self.strides_bytes[:-1], 1)
+        return dataclasses.replace(self, shape=shape, dtype="uint8", strides_bytes=strides)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         from ep.memory.dlpack import CUDA

@@ -1,0 +1,129 @@
+"""Descriptions of device memory, without a device."""
+
+import gc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ep
+from ep.gpu.arrays import device_array, stream_handle
+from ep.memory import dlpack
+from ep.memory.cuda import DeviceArray
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+HERE = {"device": 0}
+
+
+def test_strides_of_a_dense_array():
+    array = DeviceArray(0x1000, (3, 4), "bfloat16")
+    assert array.strides_bytes == (8, 2)
+    assert array.is_contiguous
+    assert not DeviceArray(0x1000, (3, 4), "bfloat16", (16, 2)).is_contiguous
+    assert DeviceArray(0, (0, 4), "bfloat16", (16, 2)).is_contiguous
+
+
+def test_array_interface_only_where_numpy_has_a_letter():
+    array = DeviceArray(0x1000, (5,), "int32", (16,))
+    assert array.__cuda_array_interface__ == {
+        "shape": (5,),
+        "typestr": "<i4",
+        "data": (0x1000, False),
+        "strides": (16,),
+        "version": 3,
+    }
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu"):
+        assert not hasattr(DeviceArray(0x1000, (5,), name), "__cuda_array_interface__")
+
+
+@pytest.mark.parametrize("dtype", sorted(dlpack._CODES))
+def test_dlpack_there_and_back(dtype):
+    array = DeviceArray(0x2000, (2, 3), dtype, (64, np.dtype(np.uint8).itemsize), 3)
+    array = DeviceArray(0x2000, (2, 3), dtype, (8 * array.itemsize, array.itemsize), 3)
+    before = len(dlpack._exported)
+    capsule = array.__dlpack__()
+    assert dlpack.from_capsule("x", capsule, None) == array
+    assert array.__dlpack_device__() == (2, 3)
+    assert len(dlpack._exported) == before + 1
+    del capsule
+    gc.collect()
+    assert len(dlpack._exported) == before
+
+
+def test_dlpack_of_other_memory_is_refused():
+    host = np.zeros(3, np.float32)
+    with pytest.raises(ep.ArgumentError, match="x is a DLPack tensor of device type 1"):
+        dlpack.from_capsule("x", host.__dlpack__(), host)
+    with pytest.raises(ep.ArgumentError, match="x is a ndarray; the GPU backend takes"):
+        device_array("x", np.zeros((2, 2), BF16), BF16, (2, 2), **HERE)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (DeviceArray(0x1000, (2, 3), "float32"), r"x is float32 \[2, 3\]; allowed is .* convert"),
+        (DeviceArray(0x1000, (2, 4), "bfloat16"), r"x is bfloat16 \[2, 4\]; .* \[any, 3\]"),
+        (DeviceArray(0x1000, (2, 3), "bfloat16", (8, 2)), "not C-contiguous and aligned"),
+        (DeviceArray(0x1002, (2, 3), "bfloat16"), "not C-contiguous and aligned"),
+        (DeviceArray(0x1000, (2, 3), "bfloat16", (), 1), "x is on GPU 1, but this rank uses GPU 0"),
+        ([1.0], "x is a list; the GPU backend takes a C-contiguous array in CUDA memory"),
+    ],
+)
+def test_arguments_are_checked(array, message):
+    with pytest.raises(ep.ArgumentError, match=message):
+        device_array("x", array, BF16, (None, 3), **HERE)
+
+
+def test_a_good_argument_is_described():
+    array = DeviceArray(0x1000, (2, 3), "bfloat16")
+    assert device_array("x", array, BF16, (None, 3), **HERE) is array
+
+    class Torchlike:
+        is_cuda, dtype, shape = True, "torch.bfloat16", (2, 3)
+
+        def data_ptr(self):
+            return 0x1000
+
+        def element_size(self):
+            return 2
+
+        def stride(self):
+            return (3, 1)
+
+        def get_device(self):
+            return 0
+
+    assert device_array("x", Torchlike(), BF16, (None, 3), **HERE) == array
+
+
+def test_bytes_of_an_array():
+    raw = DeviceArray(0x1000, (2, 3), "bfloat16", (16, 2)).as_bytes()
+    assert (raw.dtype, raw.shape, raw.strides_bytes) == ("uint8", (2, 6), (16, 1))
+    with pytest.raises(ep.ArgumentError, match="not dense along its last axis"):
+        DeviceArray(0x1000, (4,), "int32", (16,)).as_bytes()
+
+
+class Stream:
+    def __init__(self, version=0):
+        self.version = version
+
+    def __cuda_stream__(self):
+        return self.version, 0x77
+
+
+class PropertyStream:
+    __cuda_stream__ = (0, 0x78)
+
+
+@pytest.mark.parametrize(
+    ("stream", "handle"), [(None, 0), (5, 5), (Stream(), 0x77), (PropertyStream(), 0x78)]
+)
+def test_streams(stream, handle):
+    assert stream_handle(stream) == handle
+
+
+def test_odd_streams_are_refused():
+    with pytest.raises(ep.ArgumentError, match="stream is a list; allowed are None, an int"):
+        stream_handle([])
+    with pytest.raises(ep.ArgumentError, match="version 1 of __cuda_stream__; known is 0"):
+        stream_handle(Stream(1))
