@@ -56,13 +56,17 @@ def check_described(
     ArgumentError
     """
     (dtype, shape), (allowed_dtype, allowed_shape) = given, allowed
+    fits = len(shape) == len(allowed_shape) and all(
+        length in (None, actual) for actual, length in zip(shape, allowed_shape, strict=True)
+    )
+    if fits and contiguous and dtype == allowed_dtype:
+        return
+    # Only now: this is called for every array of every step.
     said = f"{name} is {dtype} {list(shape)}"
     want = wanted(allowed, kind)
     if dtype != allowed_dtype:
         raise ArgumentError(f"{said}; allowed is {want}: convert it first")
-    if len(shape) != len(allowed_shape) or any(
-        length not in (None, actual) for actual, length in zip(shape, allowed_shape, strict=True)
-    ):
+    if not fits:
         raise ArgumentError(f"{said}; allowed is {want}")
     if not contiguous:
         raise ArgumentError(f"{said}, not C-contiguous and aligned; pass a contiguous copy")
@@ -96,17 +100,26 @@ def host_array(
     ArgumentError
     """
     allowed = (dtype.name, shape)
-    if not isinstance(array, np.ndarray):
+    # A subclass may redefine anything: what an index gives (matrix), what is valid (MaskedArray).
+    if type(array) is not np.ndarray:
+        convert = ": pass numpy.asarray of it" * isinstance(array, np.ndarray)
         raise ArgumentError(
             f"{name} is a {type(array).__name__}; the host backend takes "
-            f"{wanted(allowed, 'NumPy array')}"
+            f"{wanted(allowed, 'NumPy array')}{convert}"
         )
     contiguous = array.flags.c_contiguous and array.flags.aligned
-    given = (array.dtype.name, array.shape)
+    given = (_name_unlike(array.dtype, dtype), array.shape)
     check_described(name, given, allowed, contiguous=contiguous, kind="NumPy array")
     if out and not array.flags.writeable:
         raise ArgumentError(f"{name} is read-only; pass an array that can be written")
     return array
+
+
+def _name_unlike(given: np.dtype[Any], allowed: np.dtype[Any]) -> str:
+    """Name a dtype so that it reads like the allowed one only if it is that one."""
+    if given.name != allowed.name or given == allowed:
+        return given.name
+    return f"{given.name} {'of another library' if given.isnative else 'in foreign byte order'}"
 
 
 def token_count(config: EpConfig, x: Any) -> int:
@@ -132,7 +145,13 @@ def check_ids(config: EpConfig, ids: Array) -> None:
 
 
 def check_eps(eps: Any) -> float:
-    """Return `eps` as a float; raises `ArgumentError` unless it is finite and not negative."""
-    if isinstance(eps, numbers.Real) and math.isfinite(eps) and float(eps) >= 0:
-        return float(eps)
-    raise ArgumentError(f"eps is {eps!r}; allowed is a finite number, 0 or more")
+    """Return `eps` as a float; raises `ArgumentError` unless FP32 holds it and it is 0 or more."""
+    try:
+        value = float(eps) if isinstance(eps, numbers.Real) else math.nan
+        said = repr(eps)
+    except (OverflowError, ValueError):
+        # Python writes no number of thousands of digits.
+        value, said = math.inf, "a number beyond FP64"
+    if 0 <= value <= float(np.finfo(np.float32).max):
+        return value
+    raise ArgumentError(f"eps is {said}; allowed is a finite number of FP32, 0 or more")

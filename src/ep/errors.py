@@ -16,7 +16,15 @@ __all__ = [
 
 
 class EpError(Exception):
-    """Base of every exception of this library."""
+    """Base of every exception of this library.
+
+    Attributes
+    ----------
+    on_every_rank : bool
+        Whether every rank raises it, in the same words, so that one may tell it for all.
+    """
+
+    on_every_rank = False
 
 
 class ConfigError(EpError, ValueError):

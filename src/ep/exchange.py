@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -20,60 +21,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from ep.buffers import EpBuffers
+    from ep.engine import Engine
     from ep.kernels.options import KernelOptions
-
-
-class Engine(Protocol):
-    """What a backend does. Making one is collective; it allocates and arms the buffers."""
-
-    @property
-    def buffers(self) -> EpBuffers:
-        """Where the tokens arrive."""
-        ...
-
-    def array(self, name: str, array: Any, dtype: Any, shape: Any, *, out: bool = False) -> Any:
-        """Check one argument and give it as `dispatch` and `combine` take it."""
-        ...
-
-    def stream(self, stream: Any) -> Any:
-        """Check a stream and give it as `dispatch` and `combine` take it."""
-        ...
-
-    def empty(self, shape: tuple[int, int], stream: Any) -> Any:
-        """Make a BF16 array for a result."""
-        ...
-
-    def values(self, array: Any, stream: Any) -> Any:
-        """Copy an argument to NumPy, to look at its values; None where that cannot be now."""
-        ...
-
-    def dispatch(self, x: Any, ids: Any, weights: Any, stream: Any) -> None:
-        """Send this rank's tokens and wait for the other ranks' tokens."""
-        ...
-
-    def combine(
-        self, partials: Any, ids: Any, norm_weight: Any, eps: float, out: Any, stream: Any
-    ) -> None:
-        """Send partials home, empty the rows, sum what came back into `out`."""
-        ...
-
-    def poll(self) -> None:
-        """Raise `EpTimeout` if a wait that nobody has heard of yet has expired."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until this rank's own work has ended."""
-        ...
-
-    def close(self) -> None:
-        """Give the memory back."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Received:
     """What a rank received in one step: views of its receive rows, valid until its combine.
+
+    On the host they are read-only.
 
     Row `s * stride + t` holds token t of rank s if that token chose an expert here, else it is
     empty: source -1, every id an expert that is not local, weights 0, `x` and `scales` finite.
@@ -145,15 +101,21 @@ class Exchange:
         self.world = world
         self.config = config
         self.layout = EpLayout(config)
-        self._engine: Engine | None = _open_engine(world, self.layout, kernel_options)
-        own = self._engine.buffers.own
-        names = (field.name for field in dataclasses.fields(Received))
-        self._received = Received(*(own(name) for name in names))
         self._busy = threading.Lock()
         self._sent: int | None = None
         self._sent_values: Any = None
+        self._sent_stream: Any = None
         self._broken: EpError | None = None
-        world.barrier("arming the buffers")
+        self._received: Received | None = None
+        self._engine: Engine | None = _open_engine(world, self.layout, kernel_options)
+        try:
+            own = self._engine.buffers.own
+            names = (field.name for field in dataclasses.fields(Received))
+            self._received = Received(*(_for_users(own(name)) for name in names))
+            world.barrier("arming the buffers")
+        except BaseException:
+            self._abandon()
+            raise
 
     def dispatch(self, x: Any, ids: Any, weights: Any, stream: Any = None) -> Received:
         """Send each token, quantized, to every rank that owns one of its experts. Collective.
@@ -183,6 +145,11 @@ class Exchange:
             If the last dispatch has not been combined, the exchange is closed or in use elsewhere.
         EpTimeout
             If ranks did not arrive within `config.timeout_s`.
+
+        Notes
+        -----
+        Whatever else ends the call once sending has begun (an interrupt, say) stops the exchange,
+        as `EpTimeout` does: the ranks are out of step.
         """
         with self._turn() as engine:
             if self._sent is not None:
@@ -196,9 +163,10 @@ class Exchange:
             values = engine.values(ids, stream) if checks_values() else None
             if values is not None:
                 check_ids(config, values)
-            engine.dispatch(x, ids, weights, stream)
-            self._sent_values = values
-            self._sent = tokens
+            with self._step("dispatch"):
+                engine.dispatch(x, ids, weights, stream)
+                self._sent_values, self._sent_stream, self._sent = values, stream, tokens
+            assert self._received is not None
             return self._received
 
     def combine(
@@ -247,10 +215,16 @@ class Exchange:
                 raise StateError("combine without a dispatch; call dispatch first")
             hidden, tokens = self.config.hidden, self._sent
             stream = engine.stream(stream)
+            if stream != self._sent_stream:
+                raise StateError(
+                    f"combine on stream {stream:#x} answers a dispatch on stream "
+                    f"{self._sent_stream:#x}; pass the same stream to both"
+                )
             partials = engine.array("partials", partials, BF16, (self.layout.rows, hidden))
             ids = engine.array("ids", ids, INT32, (tokens, self.config.top_k))
             sent = self._sent_values
-            if sent is not None and not np.array_equal(engine.values(ids, stream), sent):
+            values = None if sent is None else engine.values(ids, stream)
+            if values is not None and not np.array_equal(values, sent):
                 raise ArgumentError("ids are not those of this step's dispatch; pass the same")
             if norm_weight is not None:
                 norm_weight = engine.array("norm_weight", norm_weight, BF16, (hidden,))
@@ -258,8 +232,9 @@ class Exchange:
             if out is None:
                 out = engine.empty((tokens, hidden), stream)
             target = engine.array("out", out, BF16, (tokens, hidden), out=True)
-            engine.combine(partials, ids, norm_weight, eps, target, stream)
-            self._sent = self._sent_values = None
+            with self._step("combine"):
+                engine.combine(partials, ids, norm_weight, eps, target, stream)
+                self._sent = self._sent_values = self._sent_stream = None
             return out
 
     def poll(self) -> None:
@@ -271,8 +246,8 @@ class Exchange:
             Again at every call: the steps since then are lost; close the exchange and make a new
             one.
         """
-        if self._broken is not None:
-            raise self._broken
+        if isinstance(self._broken, EpTimeout):
+            raise copy.copy(self._broken)
         with self._turn():
             pass
 
@@ -280,15 +255,25 @@ class Exchange:
         """Give the buffer back. Collective the first time; nothing after that.
 
         Views that `dispatch` returned must not be used any more.
+
+        Raises
+        ------
+        StateError
+            If another thread is in a call of this exchange; it is not closed then.
         """
-        engine, self._engine = self._engine, None
-        if engine is None:
-            return
-        try:
-            engine.finish()
-            # Nobody may still be storing into a peer's buffer when it goes.
-            self.world.barrier("closing an exchange")
-        finally:
+        with self._in_use():
+            if self._engine is None:
+                return
+            self.world.check_process()
+            self._received = None
+            try:
+                self._engine.finish()
+                # Nobody may still be storing into a peer's buffer when it goes.
+                self.world.barrier("closing an exchange")
+            except BaseException:
+                self._abandon()
+                raise
+            engine, self._engine = self._engine, None
             engine.close()
 
     def __enter__(self) -> Self:
@@ -305,23 +290,64 @@ class Exchange:
         # Otherwise peers may be anywhere, and waiting for them could hang: the world ends the job.
 
     @contextmanager
-    def _turn(self) -> Iterator[Engine]:
+    def _in_use(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
             raise StateError("this Exchange is in use by another thread; make one for each")
         try:
+            yield
+        finally:
+            self._busy.release()
+
+    @contextmanager
+    def _turn(self) -> Iterator[Engine]:
+        with self._in_use():
             if self._engine is None:
                 raise StateError("this Exchange is closed; make a new one")
+            self.world.check_process()
             if self._broken is not None:
                 raise StateError(
                     f"this Exchange stopped at: {self._broken}; close it and make a new one"
                 )
-            self._engine.poll()
+            try:
+                self._engine.poll()
+            except EpTimeout as error:
+                self._stop(error, "poll")
+                raise
             yield self._engine
-        except EpTimeout as error:
-            self._broken = error
+
+    @contextmanager
+    def _step(self, phase: str) -> Iterator[None]:
+        # Set before, for an exception may come from anywhere and at any point: a signal's handler.
+        self._broken = StateError(f"{phase}, which did not come to its end")
+        try:
+            yield
+        except BaseException as error:
+            self._stop(error, phase)
             raise
-        finally:
-            self._busy.release()
+        self._broken = None
+
+    def _stop(self, error: BaseException, phase: str) -> None:
+        if isinstance(error, EpTimeout):
+            self.world.note_timeout()
+            # A copy: the traceback of the one that is raised holds views of the memory.
+            self._broken = copy.copy(error)
+        else:
+            self._broken = StateError(f"{phase}, ended by {error!r}")
+
+    def _abandon(self) -> None:
+        """Give back what needs no other rank, since they may be anywhere."""
+        engine, self._engine = self._engine, None
+        self._received = None
+        if engine is not None and (self.world.backend is Backend.HOST or self.world.is_one_process):
+            engine.close()
+
+
+def _for_users(view: Any) -> Any:
+    """Make a view that cannot write, where views are NumPy's."""
+    if isinstance(view, np.ndarray):
+        view = view.view()
+        view.flags.writeable = False
+    return view
 
 
 def _open_engine(world: World, layout: EpLayout, options: KernelOptions | None) -> Engine:

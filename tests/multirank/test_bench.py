@@ -74,3 +74,9 @@ def test_a_mistake_is_told_once():
     job = mpirun(4, "-m", "ep.bench", "--tokens", "1,x")
     assert job.code == 2, job
     assert job.err.count("'1,x' is not allowed") == 1, job
+
+
+def test_what_every_rank_meets_is_told_once():
+    job = mpirun(4, "-m", "ep.bench", "--backend", "gpu", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert job.code == 1, job
+    assert job.err.count("backend='gpu' cannot be had: ranks 0-3: ") == 1, job

@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +19,7 @@ from ep.routing import Routing
 
 BF16 = ml_dtypes.bfloat16
 # Shapes that differ in everything: wide rows, rows narrower than a line, few experts, odd counts.
-SHAPES = {
+SHAPES: dict[str, Any] = {
     "kimi_k3": {"hidden": 3584, "experts": 896, "top_k": 16},
     "gpt_oss_120b": {"hidden": 2880, "experts": 128, "top_k": 4},
     "tiny": {"hidden": 32, "experts": 7, "top_k": 3},

@@ -1,5 +1,7 @@
 """Every check at the host edge, each with its exception; after it the exchange still works."""
 
+from fractions import Fraction
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -43,6 +45,13 @@ def partials():
         ({"ids": np.array([[0, -2], [0, 0]], np.int32)}, r"ids\[0, 1\] is -2; .* \(1 of 4 wrong\)"),
         ({"weights": np.ones((2, 2), BF16)}, r"weights is bfloat16 \[2, 2\]; allowed is .*float32"),
         ({"weights": np.ones((3, 2), np.float32)}, r"weights is float32 \[3, 2\]"),
+        ({"ids": np.zeros((2, 2), ">i4")}, r"ids is int32 in foreign byte order \[2, 2\]; allowed"),
+        (
+            {"x": np.ones((2, 64), BF16).view(np.dtype(BF16).newbyteorder(">"))},
+            "x is bfloat16 in foreign byte order",
+        ),
+        ({"x": np.ones((2, 64), BF16).view(np.matrix)}, "x is a matrix; .* numpy.asarray of it"),
+        ({"weights": np.ma.array(np.ones((2, 2), np.float32))}, "weights is a MaskedArray"),
         ({"stream": 7}, "stream is 7; the host backend has no streams: pass None"),
     ],
 )
@@ -63,9 +72,18 @@ def test_dispatch_refuses(exchange, monkeypatch, change, message):
         ({"ids": np.zeros((2, 2), np.int32)}, "ids are not those of this step's dispatch"),
         ({"norm_weight": np.ones(32, BF16)}, r"norm_weight is bfloat16 \[32\]; .* shape \[64\]"),
         ({"norm_weight": np.ones(64)}, r"norm_weight is float64 \[64\]"),
-        ({"eps": -1e-5}, "eps is -1e-05; allowed is a finite number, 0 or more"),
+        ({"eps": -1e-5}, "eps is -1e-05; allowed is a finite number of FP32, 0 or more"),
         ({"eps": float("nan")}, "eps is nan"),
         ({"eps": "1"}, "eps is '1'"),
+        ({"eps": 10**400}, "eps is a number beyond FP64; allowed"),
+        ({"eps": 10**5000}, "eps is a number beyond FP64; allowed"),
+        ({"eps": Fraction(10**400)}, "eps is a number beyond FP64; allowed"),
+        ({"eps": 1e39}, r"eps is 1e\+39; allowed"),
+        (
+            {"out": np.empty((2, 64), BF16).view(np.matrix)},
+            "out is a matrix; .* numpy.asarray of it",
+        ),
+        ({"partials": np.ma.array(partials())}, "partials is a MaskedArray; .* numpy.asarray"),
         ({"out": np.empty((3, 64), BF16)}, r"out is bfloat16 \[3, 64\]; .* shape \[2, 64\]"),
         ({"out": np.empty((2, 64), np.float32)}, "out is float32"),
         ({"out": np.broadcast_to(np.ones(64, BF16), (2, 64))}, "not C-contiguous"),
@@ -125,6 +143,14 @@ def test_out_of_range_ids_select_nobody_and_travel(exchange, monkeypatch):
     result = exchange.combine(partials(), ids)
     assert (result[1] == 1).all()
     assert not result[[0, 2]].view(np.uint16).any()
+
+
+def test_receive_rows_are_read_only(exchange):
+    received = exchange.dispatch(**inputs())
+    for name in ("x", "scales", "ids", "weights", "source"):
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(received, name)[0] = 0
+    exchange.combine(partials(), inputs()["ids"])
 
 
 def test_a_view_outlives_the_exchange():

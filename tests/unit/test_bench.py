@@ -1,6 +1,7 @@
 import dataclasses
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -332,6 +333,7 @@ def alone(monkeypatch):
     [
         (["--tokens", "1,x"], "'1,x' is not allowed: numbers 0..65535 with commas between"),
         (["--tokens", ""], "'' is not allowed"),
+        (["--tokens", "9" * 5000], f"'{'9' * 60}...' is not allowed: numbers 0..65535"),
         (["--tokens", "1,-2"], "is not allowed"),
         (["--tokens", "70000"], "is not allowed"),
         (["--tokens", "1,9", "--max-tokens", "8"], "8 is below the 9 of --tokens"),
@@ -351,6 +353,21 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(alone, tmp_path):
     result = CliRunner().invoke(command, ["--json", str(tmp_path / "nosuch" / "rows.jsonl")])
     assert result.exit_code == 1
     assert "opening the file of --json failed on 1 of 1 ranks: rank 0" in result.output
+
+
+def test_a_file_that_becomes_full_costs_no_table(alone, tmp_path):
+    shape = tmp_path / "tiny.toml"
+    shape.write_text("hidden = 64\nexperts = 4\ntop_k = 2\n")
+    arguments = ["--config", str(shape), "--tokens", "3,1", "--steps", "2", "--backend", "host"]
+    result = CliRunner().invoke(command, [*arguments, "--json", "/dev/full"])
+    assert result.exit_code == 1, result.output
+    assert result.output.count("passed") == 2
+    assert "Error: --json lacks rows of this table: /dev/full: [Errno 28]" in result.output
+
+
+def test_every_rank_ends_with_the_code_of_the_one_that_writes():
+    codes = run_ranks(RANKS, lambda world: run(world, plan(), Path("/dev/full")))
+    assert codes == [1] * RANKS
 
 
 def test_help_names_every_option(alone):

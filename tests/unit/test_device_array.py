@@ -12,7 +12,6 @@ from ep.memory import dlpack
 from ep.memory.cuda import DeviceArray
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-HERE = {"device": 0}
 
 
 def test_strides_of_a_dense_array():
@@ -38,8 +37,8 @@ def test_array_interface_only_where_numpy_has_a_letter():
 
 @pytest.mark.parametrize("dtype", sorted(dlpack._CODES))
 def test_dlpack_there_and_back(dtype):
-    array = DeviceArray(0x2000, (2, 3), dtype, (64, np.dtype(np.uint8).itemsize), 3)
-    array = DeviceArray(0x2000, (2, 3), dtype, (8 * array.itemsize, array.itemsize), 3)
+    itemsize = DeviceArray(0, (), dtype).itemsize
+    array = DeviceArray(0x2000, (2, 3), dtype, (8 * itemsize, itemsize), 3)
     before = len(dlpack._exported)
     capsule = array.__dlpack__()
     assert dlpack.from_capsule("x", capsule, None) == array
@@ -55,7 +54,7 @@ def test_dlpack_of_other_memory_is_refused():
     with pytest.raises(ep.ArgumentError, match="x is a DLPack tensor of device type 1"):
         dlpack.from_capsule("x", host.__dlpack__(), host)
     with pytest.raises(ep.ArgumentError, match="x is a ndarray; the GPU backend takes"):
-        device_array("x", np.zeros((2, 2), BF16), BF16, (2, 2), **HERE)
+        device_array("x", np.zeros((2, 2), BF16), BF16, (2, 2), device=0)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +70,12 @@ def test_dlpack_of_other_memory_is_refused():
 )
 def test_arguments_are_checked(array, message):
     with pytest.raises(ep.ArgumentError, match=message):
-        device_array("x", array, BF16, (None, 3), **HERE)
+        device_array("x", array, BF16, (None, 3), device=0)
 
 
 def test_a_good_argument_is_described():
     array = DeviceArray(0x1000, (2, 3), "bfloat16")
-    assert device_array("x", array, BF16, (None, 3), **HERE) is array
+    assert device_array("x", array, BF16, (None, 3), device=0) is array
 
     class Torchlike:
         is_cuda, dtype, shape = True, "torch.bfloat16", (2, 3)
@@ -93,7 +92,7 @@ def test_a_good_argument_is_described():
         def get_device(self):
             return 0
 
-    assert device_array("x", Torchlike(), BF16, (None, 3), **HERE) == array
+    assert device_array("x", Torchlike(), BF16, (None, 3), device=0) == array
 
 
 def test_bytes_of_an_array():
@@ -104,7 +103,7 @@ def test_bytes_of_an_array():
 
 
 class Stream:
-    def __init__(self, version=0):
+    def __init__(self, version: int = 0) -> None:
         self.version = version
 
     def __cuda_stream__(self):

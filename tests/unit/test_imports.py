@@ -20,7 +20,7 @@ LAYERS = (
     ("ep.buffers",),
     ("ep.device",),
     ("ep.kernels",),
-    ("ep.arguments",),
+    ("ep.arguments", "ep.engine"),
     ("ep.host", "ep.gpu"),
     ("ep.exchange",),
     ("ep", "ep.testing"),

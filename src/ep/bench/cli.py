@@ -40,12 +40,21 @@ class TokenCounts(click.ParamType[tuple[int, ...]]):
         """See click."""
         if isinstance(value, tuple):
             return value
-        counts = tuple(int(part) if part.strip().isdecimal() else -1 for part in value.split(","))
+        counts = tuple(map(_count, value.split(",")))
         if not all(0 <= count <= MAX_TOKENS for count in counts):
+            said = value if len(value) <= 60 else f"{value[:60]}..."
             self.fail(
-                f"{value!r} is not allowed: numbers 0..{MAX_TOKENS} with commas between", param, ctx
+                f"{said!r} is not allowed: numbers 0..{MAX_TOKENS} with commas between", param, ctx
             )
         return counts
+
+
+def _count(text: str) -> int:
+    try:
+        return int(text) if text.strip().isdecimal() else -1
+    except ValueError:
+        # Python reads no number of thousands of digits.
+        return -1
 
 
 @click.command()
@@ -190,7 +199,8 @@ def run(world: World, plan: Plan, json_path: Path | None = None) -> int:
     Returns
     -------
     int
-        Exit code, the same on every rank: 1 if a check failed or ranks could not begin.
+        Exit code, the same on every rank: 1 if a check failed, ranks could not begin, or rows
+        could not be appended to `json_path`.
     """
     try:
         world.agree_on(plan.facts(), "the benchmark's options")
@@ -210,10 +220,13 @@ def run(world: World, plan: Plan, json_path: Path | None = None) -> int:
         for exchange in exchanges:
             stack.enter_context(exchange)
         if world.rank == 0:
-            return _run_and_report(exchanges, plan, json_path)
-        sweep = Sweep(exchanges, plan, lambda _num_tokens, _phase: None)
-        rows = list(sweep.rows())
-        return int(any(row.complaints for row in rows))
+            code = _run_and_report(exchanges, plan, json_path)
+        else:
+            sweep = Sweep(exchanges, plan, lambda _num_tokens, _phase: None)
+            rows = list(sweep.rows())
+            code = int(any(row.complaints for row in rows))
+        codes: list[int] = world.allgather(code, "ending the benchmark")
+        return max(codes)
 
 
 def _options(variant: str) -> KernelOptions | None:
@@ -231,14 +244,21 @@ def _run_and_report(exchanges: Sequence[Exchange], plan: Plan, json_path: Path |
     world = exchanges[0].world
     report = Report(world, plan)
     failed = False
+    problem: OSError | None = None
     with report:
         for row in Sweep(exchanges, plan, report.tell).rows():
             failed |= bool(row.complaints)
             report.add(row)
-            if json_path is not None:
-                append(json_path, to_json(row, plan, world))
+            if json_path is not None and problem is None:
+                # The other ranks know nothing of it, and the table is still to come.
+                try:
+                    append(json_path, to_json(row, plan, world))
+                except OSError as error:
+                    problem = error
     report.show()
-    return int(failed)
+    if problem is not None:
+        click.echo(f"Error: --json lacks rows of this table: {json_path}: {problem}", err=True)
+    return int(failed or problem is not None)
 
 
 def _obstacle(path: Path) -> OSError | None:
@@ -251,11 +271,14 @@ def _obstacle(path: Path) -> OSError | None:
 
 
 def main() -> None:
-    """Run the command; a mistake in the options is told once, not by every rank."""
+    """Run the command; a mistake that every rank makes is told once."""
     try:
         sys.exit(command.main(prog_name="python -m ep.bench", standalone_mode=False))
     except click.ClickException as error:
-        if not isinstance(error, click.UsageError) or _is_first():
+        alike = isinstance(error, click.UsageError) or (
+            isinstance(error.__cause__, EpError) and error.__cause__.on_every_rank
+        )
+        if not alike or _is_first():
             error.show()
         sys.exit(error.exit_code)
     except click.Abort:

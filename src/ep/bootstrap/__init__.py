@@ -1,5 +1,6 @@
 """Who am I, and where are the others: launcher variables, channels between ranks, `World`."""
 
-from ep.bootstrap.world import Backend, Place, World
+from ep.bootstrap.ranks import Backend, Place
+from ep.bootstrap.world import World
 
 __all__ = ["Backend", "Place", "World"]

@@ -35,8 +35,12 @@ class Channel(Protocol):
         """End the job: every rank, at once. Returns only where there is nobody else to end."""
         ...
 
+    def note_timeout(self) -> None:
+        """Remember that a wait has expired: ranks may be dead when this process exits. Local."""
+        ...
+
     def close(self) -> None:
-        """Release what the channel holds. Local."""
+        """Release what the channel holds. Local, after a last collective that all ranks came to."""
         ...
 
 
@@ -51,6 +55,9 @@ class SingleChannel:
         return [payload]
 
     def abort(self, code: int) -> None:
+        """See `Channel`."""
+
+    def note_timeout(self) -> None:
         """See `Channel`."""
 
     def close(self) -> None:
@@ -99,6 +106,9 @@ class ThreadChannel:
         with self._group.changed:
             self._group.aborted = True
             self._group.changed.notify_all()
+
+    def note_timeout(self) -> None:
+        """See `Channel`."""
 
     def close(self) -> None:
         """See `Channel`."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import select
 import signal
 import sys
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ep.bootstrap.channel import poll_until
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ep.bootstrap.launcher import Launch
+
+logger = logging.getLogger(__name__)
 
 
 class MpiChannel:
@@ -32,8 +36,15 @@ class MpiChannel:
         world = mpi.COMM_WORLD
         self.rank: int = world.Get_rank()
         self.size: int = world.Get_size()
+        self._process = os.getpid()
+        self._expired = False
+        self._child_code = 0
+        self._pending: list[Any] = []
+        # Before mpi4py's own end, which is called when the interpreter has run these.
+        atexit.register(self._at_exit)
         self._comm, request = world.Idup()
         if not poll_until(request.Test, timeout_s):
+            self.note_timeout()
             others = tuple(rank for rank in range(self.size) if rank != self.rank)
             raise EpTimeout("MPI start-up", 0, self.rank, others, (), timeout_s)
         self._round = 0
@@ -54,34 +65,68 @@ class MpiChannel:
         boxes[self.rank][:] = payload
         peers = [rank for rank in range(self.size) if rank != self.rank]
         receives = {rank: self._comm.Irecv(boxes[rank], source=rank, tag=tag) for rank in peers}
-        sends = [self._comm.Isend(payload, dest=rank, tag=tag) for rank in peers]
+        sends = {rank: self._comm.Isend(payload, dest=rank, tag=tag) for rank in peers}
 
         def done() -> bool:
-            for rank in [rank for rank, request in receives.items() if request.Test()]:
-                del receives[rank]
-            sends[:] = [request for request in sends if not request.Test()]
+            for requests in (receives, sends):
+                for rank in [rank for rank, request in requests.items() if request.Test()]:
+                    del requests[rank]
             return not receives and not sends
 
+        # MPI still reads and writes these after a wait that was cut short, whatever cut it.
+        self._pending.append((payload, boxes, receives, sends))
         if poll_until(done, timeout_s):
+            self._pending.pop()
             return [bytes(box) for box in boxes]
-        missing = tuple(receives)
+        self.note_timeout()
         for request in receives.values():
             request.Cancel()
-            request.Free()
+        # A rank that has sent, but does not take what is sent to it, is missing as well.
+        missing = tuple(sorted(receives or sends))
         raise EpTimeout(what, 0, self.rank, missing, (), timeout_s)
 
     def abort(self, code: int) -> None:
-        """See `Channel`."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        """See `Channel`. A forked child only keeps the code for its own end."""
+        if os.getpid() != self._process:
+            self._child_code = code
+            return
+        _flush()
+        if self._mpi.Is_finalized():
+            os._exit(code)
         # The launcher reads what was written through a pipe, and may kill before it has.
         time.sleep(0.2)
         self._mpi.COMM_WORLD.Abort(code)
         # Some MPIs return and let the launcher kill later; nothing may be printed twice until then.
         os._exit(code)
 
+    def note_timeout(self) -> None:
+        """See `Channel`."""
+        self._expired = True
+
     def close(self) -> None:
         """Leave the duplicate to MPI_Finalize: freeing it is collective, and a rank may be dead."""
+        self._expired = False
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._process:
+            # MPI_Finalize in a forked child speaks in the parent's name, and hangs.
+            _flush()
+            os._exit(self._child_code)
+        if self._expired and not self._mpi.Is_finalized():
+            logger.critical(
+                "rank %d of %d exits after a wait that expired, with its world open: it ends the "
+                "job, since MPI would wait for all ranks",
+                self.rank,
+                self.size,
+            )
+            self.abort(1)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # Closed, or a pipe that nobody reads any more; neither may keep the job from ending.
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def open_mpi_channel(launch: Launch, timeout_s: float) -> MpiChannel:

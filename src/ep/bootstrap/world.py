@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
-import socket
 import sys
-from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ep.bootstrap.channel import Channel, SingleChannel
 from ep.bootstrap.device import choose_device, gpu_obstacle
 from ep.bootstrap.launcher import detect
 from ep.bootstrap.mpi import open_mpi_channel
+from ep.bootstrap.ranks import (
+    Backend,
+    agree_on_backend,
+    everywhere,
+    in_words,
+    name_ranks,
+    own_place,
+    places_of,
+)
 from ep.errors import (
     ArgumentError,
     BootstrapError,
@@ -37,24 +42,6 @@ logger = logging.getLogger(__name__)
 
 BOOTSTRAP_TIMEOUT_S = 60.0
 _AGREED_KINDS = {kind.__name__: kind for kind in (BootstrapError, DeviceError, HeapError)}
-
-
-class Backend(StrEnum):
-    """What moves the tokens."""
-
-    HOST = "host"
-    GPU = "gpu"
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a rank runs: `node` for people, `machine` to tell whether memory can be shared."""
-
-    node: str
-    machine: str
-    process: int
-    local_rank: int = 0
-    local_size: int = 1
 
 
 class World:
@@ -92,22 +79,24 @@ class World:
         self._channel = channel
         self._timeout_s = timeout_s
         self._closed = False
+        self._process = os.getpid()
+        self._stopped: str | None = None
         self._at_close: list[Callable[[], None]] = []
         self.rank = channel.rank
         self.size = channel.size
         obstacle = None if backend == Backend.HOST else gpu_obstacle()
         gathered = self.allgather(
             {
-                "place": [socket.gethostname(), _boot_id(), os.getpid()],
+                "place": own_place(),
                 "backend": backend,
                 "obstacle": obstacle,
             },
             "start-up",
         )
-        self.places = _places([tuple(said["place"]) for said in gathered])
+        self.places = places_of([tuple(said["place"]) for said in gathered])
         self.local_rank = self.places[self.rank].local_rank
         self.local_size = self.places[self.rank].local_size
-        self.backend = _agree_on_backend(
+        self.backend = agree_on_backend(
             [said["backend"] for said in gathered], [said["obstacle"] for said in gathered]
         )
         self.device: Device | None = None
@@ -173,15 +162,34 @@ class World:
 
         Raises
         ------
+        CollectiveError
+            On every rank, if `what` differs: the ranks are at different calls.
         EpTimeout
             Naming the missing ranks.
+        StateError
+            If the world is closed, or a collective was cut short before: ranks may have gone on.
         """
         if self._closed:
             raise StateError("this World is closed; connect a new one")
-        payload = json.dumps(value).encode()
-        return [
-            json.loads(said) for said in self._channel.allgather(payload, self._timeout_s, what)
-        ]
+        self.check_process()
+        if self._stopped is not None:
+            raise StateError(f"this World stopped at: {self._stopped}; end the job")
+        payload = json.dumps([what, value]).encode()
+        try:
+            told = self._channel.allgather(payload, self._timeout_s, what)
+        except BaseException as error:
+            self._stopped = f"{what}, ended by {error!r}"
+            raise
+        said = [json.loads(words) for words in told]
+        calls = [repr(call) for call, _ in said]
+        if len(set(calls)) > 1:
+            raise everywhere(
+                CollectiveError(
+                    f"the ranks are at different calls: {in_words(calls)}; every rank must make "
+                    "the same collective calls in the same order"
+                )
+            )
+        return [theirs for _, theirs in said]
 
     def barrier(self, what: str = "barrier") -> None:
         """Wait for every rank. Collective, bounded."""
@@ -207,14 +215,13 @@ class World:
         failed = {rank: told for rank, told in enumerate(said) if told}
         if not failed:
             return
-        alike: dict[str, list[int]] = {}
-        for rank, (_, text) in failed.items():
-            alike.setdefault(text, []).append(rank)
-        words = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in alike.items())
+        words = in_words({rank: text for rank, (_, text) in failed.items()})
         kinds = {kind for kind, _ in failed.values()}
         kind = _AGREED_KINDS.get(kinds.pop(), CollectiveError) if len(kinds) == 1 else None
-        raise (kind or CollectiveError)(
-            f"{what} failed on {len(failed)} of {self.size} ranks: {words}"
+        raise everywhere(
+            (kind or CollectiveError)(
+                f"{what} failed on {len(failed)} of {self.size} ranks: {words}"
+            )
         ) from error
 
     def agree_on(self, facts: Mapping[str, Any], what: str) -> None:
@@ -232,17 +239,35 @@ class World:
             for rank, theirs in enumerate(said):
                 values.setdefault(json.dumps(theirs.get(name)), []).append(rank)
             if len(values) > 1:
-                told = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
+                told = ", ".join(
+                    f"{value} on {name_ranks(ranks)}" for value, ranks in values.items()
+                )
                 complaints.append(f"{name} differs: {told}")
         if complaints:
-            raise CollectiveError(
-                f"{what} must be the same on every rank; " + "; ".join(complaints)
+            raise everywhere(
+                CollectiveError(f"{what} must be the same on every rank; " + "; ".join(complaints))
             )
 
     @property
     def is_one_process(self) -> bool:
         """Whether threads of this process play all ranks."""
         return len({(place.machine, place.process) for place in self.places}) == 1
+
+    def check_process(self) -> None:
+        """Raise `StateError` in a child that this process has forked: the job is the parent's."""
+        if os.getpid() != self._process:
+            raise StateError(
+                f"this World is that of process {self._process}, and this is a forked child "
+                f"({os.getpid()}); use it in the parent alone"
+            )
+
+    def note_timeout(self) -> None:
+        """Remember that a bounded wait has expired, in a step say. Local.
+
+        Unless the world is closed in order after it, the process ends the job when it exits: MPI
+        would wait, without bound, for a rank that may be dead.
+        """
+        self._channel.note_timeout()
 
     def at_close(self, function: Callable[[], None]) -> None:
         """Have `function` called, on every rank, when the world is closed without an error."""
@@ -264,9 +289,12 @@ class World:
         self.num_gpus = len(owners)
         self.ranks_on_gpu = len(owners[uuids[self.rank]])
         if shared and not share_gpus:
-            raise BootstrapError(
-                f"several ranks have one GPU: {'; '.join(map(_ranks, shared))}; start one rank a "
-                "GPU, check CUDA_VISIBLE_DEVICES, or allow it with EP_SHARE_GPUS=1 (--share-gpus)"
+            told = "; ".join(map(name_ranks, shared))
+            raise everywhere(
+                BootstrapError(
+                    f"several ranks have one GPU: {told}; start one rank a GPU, check "
+                    "CUDA_VISIBLE_DEVICES, or allow it with EP_SHARE_GPUS=1 (--share-gpus)"
+                )
             )
 
     def _end_job_on_uncaught_errors(self) -> None:
@@ -283,39 +311,55 @@ class World:
         sys.excepthook = end_job
 
     def close(self) -> None:
-        """Leave the world. Collective the first time; nothing after that."""
-        if self._closed:
+        """Leave the world. Collective the first time; nothing after that, or in a forked child.
+
+        Of several processes, one where this fails ends the job: MPI would wait without bound.
+        """
+        if self._closed or os.getpid() != self._process:
             return
         try:
             self.barrier("closing the world")
             while self._at_close:
                 self._at_close.pop()()
+        except BaseException as error:
+            if not self.is_one_process:
+                self.abort(error)
+            raise
         finally:
             self._closed = True
-            self._channel.close()
+        self._channel.close()
 
     def abort(self, error: BaseException) -> None:
-        """End the whole job because of `error`, after logging its traceback. Local."""
+        """End the whole job because of `error`, after logging its traceback. Local.
+
+        In a forked child nothing ends but the child.
+        """
         self._closed = True
         if self.size == 1:
             return
         code = 1
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
-            logger.critical(
-                "rank %d of %d left by sys.exit(%s) while the world was open; %s",
-                self.rank,
-                self.size,
-                error.code,
-                "it ends the job" if code else "ranks that wait for it will time out",
-            )
-            if code == 0:
-                return
-        else:
+            # The system keeps 8 bits, and a job that ends so has not succeeded.
+            code = code and (code & 0xFF or 1)
+        if os.getpid() == self._process:
+            self._log_end(error, code)
+        if code:
+            self._channel.abort(code)
+
+    def _log_end(self, error: BaseException, code: int) -> None:
+        if not isinstance(error, SystemExit):
             logger.critical(
                 "rank %d of %d failed and ends the job", self.rank, self.size, exc_info=error
             )
-        self._channel.abort(code)
+            return
+        logger.critical(
+            "rank %d of %d left by sys.exit(%s) while the world was open; %s",
+            self.rank,
+            self.size,
+            error.code,
+            "it ends the job" if code else "ranks that wait for it will time out",
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -350,45 +394,3 @@ def _open_channel(environ: Mapping[str, str], timeout_s: float) -> Channel:
             "extra, or mpirun"
         )
     return open_mpi_channel(launch, timeout_s)
-
-
-def _agree_on_backend(asked: list[str], obstacles: list[str | None]) -> Backend:
-    if len(set(asked)) > 1:
-        told = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(asked))
-        raise CollectiveError(f"backend must be the same on every rank; {told}")
-    without = {rank: words for rank, words in enumerate(obstacles) if words}
-    if asked[0] == Backend.HOST or (asked[0] == "auto" and without):
-        return Backend.HOST
-    if without:
-        alike: dict[str, list[int]] = {}
-        for rank, words in without.items():
-            alike.setdefault(words, []).append(rank)
-        told = "; ".join(f"{_ranks(ranks)}: {words}" for words, ranks in alike.items())
-        raise BootstrapError(f"backend='gpu' cannot be had: {told}; use backend='host'")
-    return Backend.GPU
-
-
-def _places(said: list[tuple[str, str, int]]) -> tuple[Place, ...]:
-    nodes = [(node, machine) for node, machine, _ in said]
-    return tuple(
-        Place(node, machine, process, nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank]))
-        for rank, (node, machine, process) in enumerate(said)
-    )
-
-
-def _boot_id() -> str:
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else socket.gethostname()
-
-
-def _ranks(ranks: list[int]) -> str:
-    """Write ranks as people do: "rank 3", "ranks 0-14, 16"."""
-    parts: list[str] = []
-    start = previous = ranks[0]
-    for rank in [*ranks[1:], -1]:
-        if rank == previous + 1:
-            previous = rank
-            continue
-        parts.append(str(start) if start == previous else f"{start}-{previous}")
-        start = previous = rank
-    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(parts)

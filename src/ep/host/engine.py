@@ -42,14 +42,18 @@ class HostEngine:
     """
 
     def __init__(self, world: World, layout: EpLayout) -> None:
-        self._memory = HostMemory.allocate(world, layout.total_bytes)
-        self._buffers = EpBuffers(layout, self._memory, world.rank)
         self._layout = layout
         self._config = layout.config
         self._rank = world.rank
         self._everybody = set(range(world.size))
         self._step = 0
-        self._empty(slice(None))
+        self._memory = HostMemory.allocate(world, layout.total_bytes)
+        try:
+            self._buffers = EpBuffers(layout, self._memory, world.rank)
+            self._empty(slice(None))
+        except BaseException:
+            self._memory.close()
+            raise
 
     @property
     def buffers(self) -> EpBuffers:
@@ -80,13 +84,13 @@ class HostEngine:
 
     def dispatch(self, x: Array, ids: Array, weights: Array, stream: None) -> None:  # noqa: ARG002
         """Send tokens, then wait until every rank has sent its own. Collective."""
-        self._step += 1
         tokens = x.shape[0]
         elements, scales = quantize(x)
         chosen = self._chosen(ids)
         source = (self._rank << SOURCE_BITS) | np.arange(tokens, dtype=np.int32)
         first = self._layout.row(self._rank, 0)
         rows = {"x": elements, "scales": scales, "ids": ids, "weights": weights}
+        self._step += 1
         for peer in range(self._config.ranks):
             (token_idx,) = chosen[:, peer].nonzero()
             if token_idx.size:
@@ -108,6 +112,7 @@ class HostEngine:
         stream: None,  # noqa: ARG002
     ) -> None:
         """Send partials home, empty the rows, then sum what came back. Collective."""
+        chosen = self._chosen(ids)
         header = self._buffers.own("header")
         sent = []
         for source, count in enumerate(self._buffers.own("counts")):
@@ -122,7 +127,7 @@ class HostEngine:
             self._empty(np.concatenate(sent))
         self._raise_flags("combine_flags", Phase.COMBINE, 1)
         self._wait_flags("combine_flags", Phase.COMBINE)
-        self._reduce(ids, norm_weight, eps, out)
+        self._reduce(chosen, norm_weight, eps, out)
 
     def finish(self) -> None:
         """Do nothing: every call returns with its work done."""
@@ -138,8 +143,13 @@ class HostEngine:
         np.put_along_axis(chosen, self._config.owner_of(ids).astype(np.intp), True, axis=1)
         return chosen[:, :-1]
 
-    def _reduce(self, ids: Array, norm_weight: Array | None, eps: float, out: Array) -> None:
-        chosen = self._chosen(ids)
+    def _reduce(
+        self,
+        chosen: npt.NDArray[np.bool_],
+        norm_weight: Array | None,
+        eps: float,
+        out: Array,
+    ) -> None:
         slots = self._buffers.own("slots")
         total = np.zeros(out.shape, np.float32)
         with np.errstate(all="ignore"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import logging
 from typing import TYPE_CHECKING, Any, Self
 
@@ -287,6 +288,7 @@ class _Allocation:
             logger.debug("device memory at %#x was not freed", self.address)
 
 
+@functools.cache
 def np_dtype(name: str) -> np.dtype[Any]:
     """NumPy's view of a dtype by name, ml_dtypes' included."""
     import ml_dtypes
@@ -294,6 +296,7 @@ def np_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
+@functools.lru_cache(maxsize=1024)
 def dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Byte strides of a C-contiguous array."""
     strides = []

@@ -8,12 +8,18 @@ read of that same message, on every architecture. Messages below PIPE_BUF are ne
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import math
 import mmap
 import os
+import re
 import select
 import struct
+import sys
 import tempfile
 import time
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +29,8 @@ import numpy as np
 from ep.errors import EpTimeout, HeapError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
 
     from ep.bootstrap import World
@@ -30,6 +38,8 @@ if TYPE_CHECKING:
 
 _MESSAGE = struct.Struct("<IIQ")
 _READ_BYTES = 4096 * _MESSAGE.size
+_FOLDER = re.compile(r"ep-\d+-\w{8}")
+_FILE = re.compile(r"rank\d+\.(memory|bell)")
 
 
 class Ring(NamedTuple):
@@ -49,6 +59,9 @@ class HostMemory:
         self.addresses = tuple(segment.ctypes.data for segment in segments)
         self._segments = segments
         self._bells = bells
+        # Where nobody calls `close`: Python closes no plain descriptor.
+        self._closer = weakref.finalize(self, _close_all, bells)
+        self._closer.atexit = False
         self._poll = select.poll()
         self._poll.register(bells[rank], select.POLLIN)
         self._early: list[Ring] = []
@@ -57,8 +70,10 @@ class HostMemory:
     def allocate(cls, world: World, size_bytes: int) -> HostMemory:
         """Make, zero and share `size_bytes` on every rank. Collective.
 
-        The files live in `EP_SHM_DIR` (default /dev/shm) and lose their names before this returns,
-        so that whatever happens to the job leaves nothing behind.
+        The files live in a folder `ep-PID-*` of `EP_SHM_DIR` (default /dev/shm) and lose their
+        names before this returns or raises, so that nothing that happens later leaves anything
+        behind. Ranks killed before that leave the folder: the next rank 0 of the same user that
+        comes here removes it.
 
         Raises
         ------
@@ -72,11 +87,21 @@ class HostMemory:
                 f"the host backend shares memory on one machine, but the ranks are on "
                 f"{len(machines)}: {', '.join(nodes)}; start all ranks on one node, or use GPUs"
             )
-        folder = _shared_folder(world)
-        try:
+        parent = Path(os.environ.get("EP_SHM_DIR") or "/dev/shm").absolute()  # noqa: S108 - memory, not a temporary file
+        with contextlib.ExitStack() as stack:
+            name, error = "", None
+            if world.rank == 0:
+                try:
+                    name = str(stack.enter_context(_new_folder(parent)))
+                except OSError as problem:
+                    error = HeapError(
+                        f"cannot make a folder in {parent} ({problem}); {_remedy(problem)}"
+                    )
+            world.agree(error, "making the shared folder")
+            folder = Path(world.allgather(name, "naming the shared folder")[0])
+            # By each rank: whoever fails may end the job before rank 0 comes to it.
+            stack.callback(_remove, folder, world.rank)
             return _open_all(cls, world, folder, size_bytes)
-        finally:
-            _remove(folder, world.rank)
 
     def array(self, where: int, field: Field) -> npt.NDArray[np.generic]:
         """See `SymmetricMemory`. Views keep the mapping alive, also after `close`."""
@@ -100,49 +125,128 @@ class HostMemory:
         EpTimeout
             Naming the ranks that had not rung after `timeout_s` seconds.
         """
-        missing = set(awaited)
         start = time.monotonic()
-        kept: list[Ring] = []
-        rings, self._early = self._early, []
-        while True:
-            for ring in rings:
-                if ring.phase == phase and ring.step == step and ring.src in missing:
-                    missing.remove(ring.src)
-                else:
-                    kept.append(ring)
-            if not missing:
-                break
-            left_s = start + timeout_s - time.monotonic()
-            if left_s <= 0 or not self._poll.poll(max(1, int(1e3 * left_s))):
-                self._early = kept
+        missing = awaited - self._rung(self._early, phase, step)
+        while missing:
+            left_s = max(0.0, start + timeout_s - time.monotonic())
+            # At the end, too, it looks: this process may have been stopped, and the others not.
+            if not self._poll.poll(math.ceil(1e3 * left_s)) and left_s == 0:
                 ranks = tuple(sorted(missing))
                 seen = tuple(step - 1 for _ in ranks)
                 raise EpTimeout(what, step, self.rank, ranks, seen, time.monotonic() - start)
-            rings = [
-                Ring(*fields)
-                for fields in _MESSAGE.iter_unpack(os.read(self._bells[self.rank], _READ_BYTES))
-            ]
-        self._early = kept
+            rings = self._read()
+            self._early += rings
+            missing -= self._rung(rings, phase, step)
+        # Only now: an exception on the way loses no ring that was read.
+        self._early = [
+            ring
+            for ring in self._early
+            if (ring.phase, ring.step) != (phase, step) or ring.src not in awaited
+        ]
 
     def close(self) -> None:
         """Close the bells and drop the segments. Local."""
-        for bell in self._bells:
-            os.close(bell)
-        self._bells = []
+        self._closer()
         self._segments = []
 
-
-def _shared_folder(world: World) -> Path:
-    """Make one folder for the segments, on rank 0, and tell everybody."""
-    parent = Path(os.environ.get("EP_SHM_DIR", "/dev/shm"))  # noqa: S108 - memory, not a temporary file
-    name, error = "", None
-    if world.rank == 0:
+    def _read(self) -> list[Ring]:
         try:
-            name = tempfile.mkdtemp(prefix="ep-", dir=parent)
+            read = os.read(self._bells[self.rank], _READ_BYTES)
+        except BlockingIOError:
+            return []
+        return [Ring(*fields) for fields in _MESSAGE.iter_unpack(read)]
+
+    @staticmethod
+    def _rung(rings: list[Ring], phase: int, step: int) -> set[int]:
+        return {ring.src for ring in rings if (ring.phase, ring.step) == (phase, step)}
+
+
+@contextlib.contextmanager
+def _new_folder(parent: Path) -> Iterator[Path]:
+    """Make a folder for one exchange's files, which goes when the block ends.
+
+    It is locked meanwhile. The kernel drops the lock when this process ends, whatever way, so that
+    a folder that can be locked is one that nobody will remove any more.
+    """
+    _remove_stale(parent)
+    folder, lock = _make_locked(parent)
+    try:
+        yield folder
+    finally:
+        # First, for reading the folder takes a descriptor, and there may be no other.
+        os.close(lock)
+        _remove_all(folder)
+
+
+def _make_locked(parent: Path) -> tuple[Path, int]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"ep-{os.getpid()}-", dir=parent))
+        try:
+            lock = _open_folder(folder)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            folder.rmdir()
+            raise
+        taken = False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            taken = True
+        except OSError:
+            # A file system without locks: there nobody takes it for stale, either.
+            pass
+        # Another rank 0 may have been faster with its lock, and removes the folder.
+        if not taken and folder.exists():
+            return folder, lock
+        os.close(lock)
+
+
+def _remove_stale(parent: Path) -> None:
+    for folder in parent.glob("ep-*"):
+        if not _FOLDER.fullmatch(folder.name):
+            continue
+        # Somebody else's, one in use, or gone already.
+        with contextlib.suppress(OSError):
+            descriptor = _open_folder(folder)
+            try:
+                if os.fstat(descriptor).st_uid == os.geteuid():
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove_all(folder)
+            finally:
+                os.close(descriptor)
+
+
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _remove_all(folder: Path) -> None:
+    # Meanwhile the others remove theirs, or still make some; once the folder is gone, they cannot.
+    for _ in range(100):
+        try:
+            for path in folder.iterdir():
+                if _FILE.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+            folder.rmdir()
         except OSError as problem:
-            error = HeapError(f"cannot make a folder in {parent} ({problem}); set EP_SHM_DIR")
-    world.agree(error, "making the shared folder")
-    return Path(world.allgather(name, "making the shared folder")[0])
+            if problem.errno == errno.ENOTEMPTY:
+                continue
+        return
+
+
+def _remedy(problem: OSError, otherwise: str = "set EP_SHM_DIR to another folder") -> str:
+    if problem.errno in (errno.EMFILE, errno.ENFILE):
+        return (
+            "raise the limit of open files (ulimit -n): an exchange takes up to two for each "
+            "rank, and one more"
+        )
+    return otherwise
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def _open_all(kind: type[HostMemory], world: World, folder: Path, size_bytes: int) -> HostMemory:
@@ -150,29 +254,34 @@ def _open_all(kind: type[HostMemory], world: World, folder: Path, size_bytes: in
     try:
         _create(folder, world.rank, size_bytes)
     except OSError as problem:
-        error = HeapError(f"cannot allocate {size_bytes} bytes in {folder.parent} ({problem})")
+        error = HeapError(
+            f"cannot allocate {size_bytes} bytes in {folder.parent} ({problem}); "
+            + _remedy(problem, "free some, lower max_tokens, or set EP_SHM_DIR to a larger one")
+        )
     world.agree(error, "allocating shared memory")
     segments: list[npt.NDArray[np.uint8]] = []
     bells: list[int] = []
     try:
-        for rank in range(world.size):
-            segments.append(_map(folder, rank, size_bytes))
-            # Opened for both directions, a FIFO never blocks on open and never reports an end.
-            bells.append(os.open(_bell(folder, rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
-        segments.append(_map(folder, world.rank, size_bytes))
-    except OSError as problem:
-        error = HeapError(
-            f"{world.places[world.rank].node} cannot map the memory of rank "
-            f"{min(len(segments), world.size - 1)} in {folder.parent} ({problem}); every rank must "
-            "see the same folder: set EP_SHM_DIR to one that all ranks share"
-        )
-    try:
+        try:
+            for rank in range(world.size):
+                segments.append(_map(folder, rank, size_bytes))
+                # Opened both ways, a FIFO never blocks on open and never reports an end.
+                bells.append(os.open(_bell(folder, rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+            segments.append(_map(folder, world.rank, size_bytes))
+        except OSError as problem:
+            remedy = _remedy(
+                problem,
+                "every rank must see the same folder: set EP_SHM_DIR to one that all ranks share",
+            )
+            error = HeapError(
+                f"{world.places[world.rank].node} cannot map the memory of rank "
+                f"{min(len(segments), world.size - 1)} in {folder.parent} ({problem}); {remedy}"
+            )
         world.agree(error, "mapping the other ranks' memory")
+        return kind(world.rank, segments, bells)
     except BaseException:
-        for bell in bells:
-            os.close(bell)
+        _close_all(bells)
         raise
-    return kind(world.rank, segments, bells)
 
 
 def _create(folder: Path, rank: int, size_bytes: int) -> None:
@@ -188,17 +297,20 @@ def _create(folder: Path, rank: int, size_bytes: int) -> None:
 def _map(folder: Path, rank: int, size_bytes: int) -> npt.NDArray[np.uint8]:
     descriptor = os.open(_segment(folder, rank), os.O_RDWR | os.O_CLOEXEC)
     try:
+        if sys.version_info >= (3, 13):
+            # Otherwise it keeps a descriptor of its own open.
+            return np.frombuffer(mmap.mmap(descriptor, size_bytes, trackfd=False), np.uint8)
         return np.frombuffer(mmap.mmap(descriptor, size_bytes), np.uint8)
     finally:
         os.close(descriptor)
 
 
 def _remove(folder: Path, rank: int) -> None:
+    # By their names, which takes no descriptor.
     for path in (_segment(folder, rank), _bell(folder, rank)):
-        path.unlink(missing_ok=True)
-    # Not empty until the last rank has removed its own.
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+        with contextlib.suppress(OSError):
+            path.unlink()
+    _remove_all(folder)
 
 
 def _segment(folder: Path, rank: int) -> Path:
