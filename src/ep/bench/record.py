@@ -230,10 +230,12 @@ def _mpi_library() -> str | None:
 
 
 def _gpu_versions() -> dict[str, str | None]:
-    if "cuda.bindings.driver" not in sys.modules:
-        return {}
-    from ep.memory.cuda import driver
+    from ep.memory.cuda import device_count, driver
     from ep.memory.nvshmem import TESTED
+
+    # The bindings may be there without a driver, and a driver must not be started for nothing.
+    if "cuda.bindings.driver" not in sys.modules or not device_count():
+        return {}
 
     number = int(driver("DriverGetVersion"))
     found: dict[str, str | None] = {"cuda_driver": f"{number // 1000}.{number % 1000 // 10}"}
