@@ -9,7 +9,7 @@ import numpy as np
 
 from ep.bench.timing import Floor
 from ep.gpu.graph import Events, Graph
-from ep.kernels.compile import Kind, Launcher, device_arch, get_image
+from ep.kernels.compile import Kind, Launcher, get_image
 from ep.kernels.options import KernelOptions, Pdl
 from ep.memory import cuda
 from ep.memory.local import LocalMemory
@@ -112,7 +112,7 @@ def measure_floor(world: World, layout: EpLayout) -> Floor:
     from ep.bench.bridge import GpuBridge
 
     bridge = GpuBridge(device)
-    arch = device_arch(device.ordinal)
+    arch = device.arch
     home = LocalMemory if world.is_one_process else NvshmemMemory
     memory: SymmetricMemory = home.allocate(world, device, 128)
     world.barrier("measuring the floor")

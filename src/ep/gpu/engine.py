@@ -11,7 +11,7 @@ from ep.arguments import BF16
 from ep.buffers import EpBuffers
 from ep.errors import StateError
 from ep.gpu.arrays import device_array, stream_handle
-from ep.kernels.compile import Kind, Launcher, device_arch, get_image
+from ep.kernels.compile import Kind, Launcher, get_image
 from ep.kernels.grid import combine_ctas, dispatch_ctas
 from ep.kernels.options import KernelOptions, Pdl
 from ep.layout import EMPTY_SOURCE
@@ -53,7 +53,7 @@ class GpuEngine:
         self._launch = _load_kernels(world, layout, options)
         # Ranks that share a GPU must all fit on it at once, and know nothing of each other.
         self._resident = {
-            norm: max(1, launch.resident_ctas(self._device.ordinal) // world.ranks_on_gpu)
+            norm: max(1, launch.resident_ctas(self._device.num_sms) // world.ranks_on_gpu)
             for norm, launch in self._launch[Kind.COMBINE].items()
         }
         home = LocalMemory if world.is_one_process else NvshmemMemory
@@ -198,7 +198,7 @@ def _load_kernels(
 ) -> dict[Kind, dict[bool, Launcher]]:
     """Compile or read every kernel, one rank of a node first, so that the others find it cached."""
     assert world.device is not None
-    arch = device_arch(world.device.ordinal)
+    arch = world.device.arch
     launchers: dict[Kind, dict[bool, Launcher]] = {Kind.DISPATCH: {}, Kind.COMBINE: {}}
     error: Exception | None = None
     for turn in (True, False):

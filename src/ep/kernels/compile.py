@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ep.errors import EpError
+from ep.memory.cuda import driver
 from ep.version import __version__
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def get_image(kind: Kind, layout: EpLayout, options: KernelOptions, arch: str) -
     layout : EpLayout
     options : KernelOptions
     arch : str
-        As `device_arch` gives it.
+        As "sm_90a"; `Device.arch` of `ep.memory.cuda` names a device's.
 
     Returns
     -------
@@ -187,22 +188,6 @@ def cache_dir() -> Path:
     return Path(base) / "ep"
 
 
-def device_arch(device: int) -> str:
-    """Architecture of a CUDA device by ordinal, with its own instructions: "sm_90a"."""
-    import cuda.bindings.driver as cuda
-
-    wanted = cuda.CUdevice_attribute
-    _check(cuda.cuInit(0))
-    handle = _check(cuda.cuDeviceGet(device))
-    major = _check(
-        cuda.cuDeviceGetAttribute(wanted.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, handle)
-    )
-    minor = _check(
-        cuda.cuDeviceGetAttribute(wanted.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, handle)
-    )
-    return f"sm_{major}{minor}a"
-
-
 class Launcher:
     """A kernel loaded for all devices of this process. Thread-safe.
 
@@ -227,29 +212,22 @@ class Launcher:
         self._args = [kinds[ptx_type]() for _, ptx_type in image.params]
         addresses = [ctypes.addressof(arg) for arg in self._args]
         self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
-        self._library = _check(cuda.cuLibraryLoadData(image.cubin, None, None, 0, None, None, 0))
-        self._kernel = _check(cuda.cuLibraryGetKernel(self._library, image.entry.encode()))
+        self._library = driver("LibraryLoadData", image.cubin, None, None, 0, None, None, 0)
+        self._kernel = driver("LibraryGetKernel", self._library, image.entry.encode())
         self._function = cuda.CUfunction(int(self._kernel))
         self._config = self._launch_config(pdl=pdl)
 
     def load(self) -> None:
         """Load into the current context now, so that a graph capture need not."""
-        _check(self._cuda.cuKernelGetFunction(self._kernel))
+        driver("KernelGetFunction", self._kernel)
 
-    def resident_ctas(self, device: int) -> int:
-        """CTAs of this kernel that a device holds at once; its context is current."""
-        cuda = self._cuda
-        function = _check(cuda.cuKernelGetFunction(self._kernel))
-        per_sm = _check(
-            cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, self.image.threads, 0)
+    def resident_ctas(self, num_sms: int) -> int:
+        """CTAs of this kernel that the current device, of `num_sms` SMs, holds at once."""
+        function = driver("KernelGetFunction", self._kernel)
+        per_sm = driver(
+            "OccupancyMaxActiveBlocksPerMultiprocessor", function, self.image.threads, 0
         )
-        sms = _check(
-            cuda.cuDeviceGetAttribute(
-                cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
-                _check(cuda.cuDeviceGet(device)),
-            )
-        )
-        return int(per_sm) * int(sms)
+        return int(per_sm) * num_sms
 
     def __call__(self, stream: int, num_ctas: int, *args: float) -> None:
         """Enqueue on `stream` (a CUstream as an integer); the stream's context is current.
@@ -263,7 +241,7 @@ class Launcher:
             self._config.hStream = self._cuda.CUstream(stream)
             # The driver copies the arguments before it returns.
             pointers = ctypes.addressof(self._pointers)
-            _check(self._cuda.cuLaunchKernelEx(self._config, self._function, pointers, 0))
+            driver("LaunchKernelEx", self._config, self._function, pointers, 0)
 
     def _launch_config(self, *, pdl: bool) -> Any:
         cuda = self._cuda
@@ -327,14 +305,3 @@ def _write(path: Path, data: bytes) -> None:
         Path(scratch.name).replace(path)
     except OSError:
         return
-
-
-def _check(result: tuple[Any, ...]) -> Any:
-    """Give what a driver call returned, or raise with the driver's words."""
-    import cuda.bindings.driver as cuda
-
-    status, *values = result
-    if status != cuda.CUresult.CUDA_SUCCESS:
-        _, words = cuda.cuGetErrorString(status)
-        raise EpError(f"CUDA driver: {words.decode() if words else status.name}")
-    return values[0] if values else None

@@ -1,7 +1,4 @@
-"""The few calls of the CUDA driver that `ep` needs, and `DeviceArray`. Needs no torch.
-
-The only file that imports `cuda.bindings.driver` for memory; kernels have their own launcher.
-"""
+"""The few calls of the CUDA driver that `ep` needs, and `DeviceArray`. Needs no torch."""
 
 from __future__ import annotations
 
@@ -16,6 +13,8 @@ import numpy as np
 from ep.errors import ArgumentError, DeviceError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from ep.layout import Field
@@ -31,14 +30,20 @@ def driver(name: str, *arguments: Any) -> Any:
     DeviceError
         Naming the call and the driver's words.
     """
-    from cuda.bindings import driver as cuda
-
-    status, *values = getattr(cuda, f"cu{name}")(*arguments)
+    cuda, function = _function(name)
+    status, *values = function(*arguments)
     if status != cuda.CUresult.CUDA_SUCCESS:
         _, words = cuda.cuGetErrorString(status)
         text = words.decode() if isinstance(words, bytes) else str(status)
         raise DeviceError(f"cu{name}: {text} ({status.name})")
     return values[0] if len(values) == 1 else tuple(values) or None
+
+
+@functools.cache
+def _function(name: str) -> tuple[Any, Any]:
+    from cuda.bindings import driver as cuda
+
+    return cuda, getattr(cuda, f"cu{name}")
 
 
 def device_count() -> int:
@@ -98,6 +103,12 @@ class Device:
         )
         device.use()
         return device
+
+    @property
+    def arch(self) -> str:
+        """Architecture with its own instructions: "sm_90a"."""
+        major, minor = self.capability
+        return f"sm_{major}{minor}a"
 
     def use(self) -> None:
         """Make this device current in the calling thread."""
@@ -307,8 +318,33 @@ def dense_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def field_array(base: int, field: Field, device: int) -> DeviceArray:
-    """View `field` of the buffer at address `base`."""
-    return DeviceArray(
-        base + field.offset_bytes, field.shape, field.dtype, field.strides_bytes, device
-    )
+class DeviceMemory:
+    """Symmetric memory on GPUs, whatever its home; see `ep.memory.SymmetricMemory`.
+
+    Parameters
+    ----------
+    device : Device
+    own : int
+        Address of this rank's buffer.
+    peers : sequence of int
+        Address of every rank's buffer in this process.
+    size_bytes : int
+    """
+
+    def __init__(self, device: Device, own: int, peers: Sequence[int], size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.addresses = (*peers, own)
+        self._device = device
+        self._own = own
+
+    def array(self, where: int, field: Field) -> DeviceArray:
+        """See `SymmetricMemory`. Not kept alive by its views."""
+        address = self.addresses[where] + field.offset_bytes
+        return DeviceArray(
+            address, field.shape, field.dtype, field.strides_bytes, self._device.ordinal
+        )
+
+    def take_own(self) -> int:
+        """Give this rank's address to be freed; 0 the second time."""
+        own, self._own = self._own, 0
+        return own

@@ -14,19 +14,10 @@ from ep.memory import cuda
 
 if TYPE_CHECKING:
     from ep.bootstrap import World
-    from ep.layout import Field
 
 
-class LocalMemory:
+class LocalMemory(cuda.DeviceMemory):
     """One device allocation a rank. Made by `LocalMemory.allocate`."""
-
-    def __init__(
-        self, device: cuda.Device, own: int, addresses: tuple[int, ...], size_bytes: int
-    ) -> None:
-        self.size_bytes = size_bytes
-        self.addresses = addresses
-        self._device = device
-        self._own = own
 
     @classmethod
     def allocate(cls, world: World, device: cuda.Device, size_bytes: int) -> LocalMemory:
@@ -54,16 +45,11 @@ class LocalMemory:
         except EpError as problem:
             error = problem
         world.agree(error, "enabling peer access")
-        return cls(device, own, (*(address for _, _, address in said), own), size_bytes)
-
-    def array(self, where: int, field: Field) -> cuda.DeviceArray:
-        """See `SymmetricMemory`. Not kept alive by its views."""
-        return cuda.field_array(self.addresses[where], field, self._device.ordinal)
+        return cls(device, own, [address for _, _, address in said], size_bytes)
 
     def close(self) -> None:
         """Free this rank's memory. Local, after every rank has stopped using it."""
-        own, self._own = self._own, 0
-        if own:
+        if own := self.take_own():
             cuda.free(own)
 
 

@@ -17,7 +17,6 @@ from ep.settings import is_set
 
 if TYPE_CHECKING:
     from ep.bootstrap import World
-    from ep.layout import Field
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +27,8 @@ TESTED = {
 """Versions that were run together. NVSHMEM and its bindings agree only in tested combinations."""
 
 
-class NvshmemMemory:
+class NvshmemMemory(cuda.DeviceMemory):
     """A block of the symmetric heap. Made by `NvshmemMemory.allocate`."""
-
-    def __init__(
-        self, device: cuda.Device, own: int, addresses: tuple[int, ...], size_bytes: int
-    ) -> None:
-        self.size_bytes = size_bytes
-        self.addresses = addresses
-        self._device = device
-        self._own = own
 
     @classmethod
     def allocate(cls, world: World, device: cuda.Device, size_bytes: int) -> NvshmemMemory:
@@ -64,18 +55,13 @@ class NvshmemMemory:
         addresses[world.rank] = own
         world.agree(_unreachable(world, addresses), "reaching the other ranks' memory")
         cuda.fill(own, size_bytes, 0)
-        return cls(device, own, (*addresses, own), size_bytes)
-
-    def array(self, where: int, field: Field) -> cuda.DeviceArray:
-        """See `SymmetricMemory`. Not kept alive by its views."""
-        return cuda.field_array(self.addresses[where], field, self._device.ordinal)
+        return cls(device, own, addresses, size_bytes)
 
     def close(self) -> None:
         """Give the block back. Collective."""
         from nvshmem import bindings
 
-        own, self._own = self._own, 0
-        if own:
+        if own := self.take_own():
             bindings.free(own)
 
 
