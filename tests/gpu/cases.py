@@ -291,7 +291,7 @@ def with_torch(world, exchange, arrays, want):
     agree(world, check_result(got, want, where(world)))
 
 
-def long_run(world, num_steps=100_000, pairs=20):
+def long_run(world, num_steps=100_000, pairs=20, fences=None):
     """Many steps in graphs, compared on the device: every result of every graph, some rows.
 
     T changes from graph to graph, and each rank is delayed at random in between.
@@ -302,7 +302,11 @@ def long_run(world, num_steps=100_000, pairs=20):
     bridge = GpuBridge(world.device)
     stream = torch.cuda.ExternalStream(bridge.stream)
     order, delays = random.Random(11), random.Random(world.rank)
-    with ep.Exchange(world, config) as exchange, torch.cuda.stream(stream):
+    options = None
+    if fences is not None:
+        options = KernelOptions(pdl=Pdl.LATE if world.shares_gpus else Pdl.EARLY, fences=fences)
+    exchange = ep.Exchange(world, config, kernel_options=options)
+    with exchange, torch.cuda.stream(stream):
         wrong = torch.zeros(2, dtype=torch.int64, device=f"cuda:{world.device.ordinal}")
         chains = []
         for tokens in (1, 3, 5, 8):
@@ -433,5 +437,10 @@ CASES = {
     "wrong_use": wrong_use,
     "absent_rank": absent_rank,
 }
-PROCESS_CASES = {"nvshmem_elsewhere": nvshmem_elsewhere}
+PROCESS_CASES = {
+    "nvshmem_elsewhere": nvshmem_elsewhere,
+    "long_run_fences_thread": partial(long_run, fences=Fences.THREAD),
+    "long_run_fences_cta": partial(long_run, fences=Fences.CTA),
+    "million_fences_cta": partial(long_run, num_steps=1_000_000, fences=Fences.CTA),
+}
 """Only for ranks that are processes."""

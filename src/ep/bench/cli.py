@@ -116,7 +116,7 @@ def _count(text: str) -> int:
     nargs=2,
     metavar="A B",
     help="On GPUs: time two builds of the kernels in turn, each 'default' or like "
-    "'fences=cta,pdl=late'.",
+    "'fences=thread,pdl=late'.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of all data.")
 @click.option("--norm/--no-norm", default=True, show_default=True, help="RMSNorm in combine.")

@@ -43,7 +43,7 @@ class KernelOptions:
     """
 
     pdl: Pdl = Pdl.LATE
-    fences: Fences = Fences.THREAD
+    fences: Fences = Fences.CTA
     norm: bool = False
 
     @classmethod

@@ -1,0 +1,163 @@
+"""Every fence, barrier, order, scope and re-arm of the kernels is needed, or it is said why not."""
+
+import dataclasses
+import importlib.util
+
+import pytest
+
+from ep.bench.cases import Case
+from ep.config import EpConfig
+from ep.kernels.compile import Kind
+from ep.kernels.options import Fences, KernelOptions, Pdl
+from ep.record import HangRecord, Phase
+from ep.routing import Routing
+from tests.ptx.arena import Fault
+from tests.ptx.machine import Hang, Mode
+from tests.ptx.mutations import ORDERING, mutants
+from tests.ptx.world import OddStep, Plan, World, Wrong, image
+
+pytestmark = [
+    pytest.mark.proof,
+    pytest.mark.skipif(
+        importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl"
+    ),
+    pytest.mark.timeout(600),
+]
+
+# Two warps in each CTA of both kernels, and CTAs that loop over rows and tokens.
+CONFIG = EpConfig(ranks=2, hidden=288, experts=7, top_k=3, max_tokens=20)
+SEEDS = 4
+TOKENS = (3, 2)
+REPORTING = ("claim", "step", "strong store", "state")
+"""What takes part in the report of a wait that has expired."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Mutants of one kernel."""
+
+    name: str
+    kind: Kind
+    options: KernelOptions
+    places: frozenset[str] | None = None
+
+
+THREAD = KernelOptions(pdl=Pdl.EARLY, fences=Fences.THREAD)
+CTA = KernelOptions(pdl=Pdl.LATE, fences=Fences.CTA)
+GROUPS = [
+    Group("dispatch", Kind.DISPATCH, THREAD),
+    Group("combine", Kind.COMBINE, THREAD),
+    Group("dispatch-cta", Kind.DISPATCH, CTA, frozenset(ORDERING)),
+    Group("combine-cta", Kind.COMBINE, CTA, frozenset(ORDERING)),
+]
+
+_CUMULATIVE = (
+    "The barrier, the arrival and the fence before the flags order every thread's stores: fences "
+    "are cumulative, so that a fence of each storing thread adds nothing to the model."
+)
+_SECOND_FENCE = (
+    "It only has to release to the last CTA of the same GPU; the fence before the flags releases "
+    "all of that to the system."
+)
+_RELEASED = "The release of the state word after it covers it, and the host acquires that word."
+_CLAIM = "CTAs that both claim the record write the same words into it."
+_STEP = "One thread a kernel counts, and kernels of a stream are ordered: nobody contends."
+_STEP_READ = "The thread has counted itself, or the count came from a kernel before."
+_SLOT = (
+    "The acquired flag orders it. The model has no L1; relaxed at system scope, the load is not "
+    "served by one on any GPU either."
+)
+_REARM = (
+    "Nothing acquires a lowered flag: the fence before the next flags, or the kernel's end, orders "
+    "it before all that peers do next."
+)
+_TRIGGER = "It only lets the next kernel start sooner."
+
+_RECORD = {
+    f"strong store {number} {change}": _RELEASED
+    for number in range(1, 6)
+    for change in ("weak", "gpu")
+}
+_BOTH = {
+    "fence 0 removed": _CUMULATIVE,
+    "fence 0 gpu": _CUMULATIVE,
+    "claim 0 cta": _CLAIM,
+    "step read 0 weak": _STEP_READ,
+    **_RECORD,
+    "strong store 6 gpu": _REARM,
+    "trigger 0 removed": _TRIGGER,
+}
+SURVIVORS: dict[str, dict[str, str]] = {
+    "dispatch": {**_BOTH, "step 0 cta": _STEP},
+    "combine": {
+        **_BOTH,
+        **{f"slot {number} {change}": _SLOT for number in (0, 1) for change in ("weak", "gpu")},
+        "strong store 6 weak": _REARM,
+    },
+    "dispatch-cta": {"fence 0 gpu": _SECOND_FENCE},
+    "combine-cta": {"fence 0 gpu": _SECOND_FENCE},
+}
+"""Mutants that nothing shows, and why that is right. Whoever changes a kernel keeps it exact."""
+
+
+def mutants_of(group):
+    options = dataclasses.replace(group.options, norm=True)
+    text = image(group.kind, CONFIG, options).ptx
+    return list(mutants(text, group.places))
+
+
+def first_failure(group, mutant):
+    """Give how a mutant first showed, or None."""
+    for seed in range(SEEDS):
+        problem = failure(group, {group.kind: mutant.ptx}, seed)
+        if problem:
+            return f"seed {seed}: {problem}"
+    if mutant.name.startswith("store"):
+        # More positions than one look at the headers covers.
+        return failure(group, {group.kind: mutant.ptx}, 0, (20,), Plan(resident=1))
+    if mutant.name.startswith(REPORTING):
+        return expiry_failure(group, {group.kind: mutant.ptx})
+    return None
+
+
+def failure(group, ptx, seed, tokens=TOKENS, plan=None):
+    case = Case(config=CONFIG, routing=Routing.UNIFORM, uneven=seed % 2 == 1, seed=seed % 2)
+    mode = (Mode.RANDOM, Mode.ADVERSARIAL, Mode.UNFAIR)[seed % 3]
+    plan = plan or Plan(experts=seed % 4 < 2, resident=2 + seed % 3)
+    world = World(case, group.options, seed, mode, ptx=ptx, plan=plan)
+    steps = [OddStep.of(case.step(number, most)) for number, most in enumerate(tokens)]
+    try:
+        world.run(steps)
+    except (Wrong, Hang, Fault) as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return None
+
+
+def expiry_failure(group, ptx):
+    case = Case(config=CONFIG, seed=1)
+    phase = Phase.DISPATCH if group.kind is Kind.DISPATCH else Phase.COMBINE
+    for seed in range(2):
+        mode = Mode.RANDOM if seed else Mode.ADVERSARIAL
+        world = World(case, group.options, seed, mode, ptx=ptx, tick_ns=10**6, timeout_ns=10**8)
+        world.machine.idle_steps = 10**6
+        try:
+            _, record = world.run_until_expired(case.step(0, 2), phase, (0,))
+        except ValueError as problem:
+            return f"expiry: {problem}"
+        waited_us = record.waited_us if record else 0
+        if waited_us < 10**5 or record != HangRecord(phase, 1, 1, waited_us, (0,)):
+            return f"expiry: {record}"
+    return None
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
+def test_only_known_mutants_survive(group):
+    found = {mutant.name for mutant in mutants_of(group) if first_failure(group, mutant) is None}
+    assert found == set(SURVIVORS[group.name])
+
+
+@pytest.mark.parametrize("group", GROUPS[1:3], ids=lambda group: group.name)
+def test_the_kernels_themselves_pass(group):
+    for seed in range(SEEDS):
+        assert failure(group, None, seed) is None
+    assert expiry_failure(group, None) is None
