@@ -5,6 +5,7 @@ import importlib
 import random
 import time
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -422,7 +423,7 @@ def nvshmem_elsewhere(world):
     steps(world, "tiny", 6)
 
 
-CASES = {
+CASES: dict[str, Any] = {
     "first_call_in_a_capture": first_call_in_a_capture,
     "long_run": long_run,
     "foreign_arrays": foreign_arrays,
@@ -437,7 +438,7 @@ CASES = {
     "wrong_use": wrong_use,
     "absent_rank": absent_rank,
 }
-PROCESS_CASES = {
+PROCESS_CASES: dict[str, Any] = {
     "nvshmem_elsewhere": nvshmem_elsewhere,
     "long_run_fences_thread": partial(long_run, fences=Fences.THREAD),
     "long_run_fences_cta": partial(long_run, fences=Fences.CTA),
