@@ -36,9 +36,9 @@ SHAPES = {
     "most": EpConfig(ranks=72, hidden=16384, experts=10**6, top_k=32, max_tokens=65535),
 }
 OPTIONS = {
-    "late": KernelOptions(),
+    "late": KernelOptions(fences=Fences.THREAD),
     "off": KernelOptions(pdl=Pdl.OFF, fences=Fences.CTA),
-    "early": KernelOptions(pdl=Pdl.EARLY),
+    "early": KernelOptions(pdl=Pdl.EARLY, fences=Fences.THREAD),
 }
 KERNELS = [
     (compiler.Kind.DISPATCH, False),
@@ -305,7 +305,7 @@ def test_key_tells_all_that_matters_apart():
         key(config, arch="sm_100a"),
         key(config, kind=compiler.Kind.COMBINE),
         key(config, pdl=Pdl.OFF),
-        key(config, fences=Fences.CTA),
+        key(config, fences=Fences.THREAD),
         key(config, norm=True),
         key(dataclasses.replace(K3, max_tokens=127)),
     }
