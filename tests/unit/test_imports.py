@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,13 @@ def test_public_names():
     assert sorted(ep.__all__) == list(ep.__all__)
     for name in ep.__all__:
         assert name == "__version__" or getattr(ep, name).__doc__, name
+
+
+def test_versions_in_the_code_are_the_pins():
+    from ep.kernels.compile import PINNED_COMPILER
+    from ep.memory.nvshmem import TESTED
+
+    extras = tomllib.loads((SRC.parent / "pyproject.toml").read_text())["project"]
+    pins = [pin.replace("[cu13]", "") for pin in extras["optional-dependencies"]["gpu"]]
+    assert f"nvidia-cutlass-dsl=={PINNED_COMPILER}" in pins
+    assert {f"{name}=={version}" for name, version in TESTED.items()} <= set(pins)
