@@ -10,7 +10,7 @@
 
 from ep.bootstrap import World
 from ep.buffers import EpBuffers
-from ep.config import DispatchFormat, EpConfig
+from ep.config import DispatchFormat, EpConfig, Protocol
 from ep.errors import (
     ArgumentError,
     BootstrapError,
@@ -42,6 +42,7 @@ __all__ = [
     "EpTimeout",
     "Exchange",
     "HeapError",
+    "Protocol",
     "Received",
     "StateError",
     "World",

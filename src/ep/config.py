@@ -31,6 +31,15 @@ class DispatchFormat(StrEnum):
     MXFP8 = "mxfp8"
 
 
+class Protocol(StrEnum):
+    """How GPUs tell each other that data has arrived; `docs/protocol.md` argues both."""
+
+    FENCE_FREE = "fence_free"
+    """Every 16-byte chunk announces itself: no fences, half the latency."""
+    FLAGS = "flags"
+    """Payload, fence, flag: the yardstick."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpConfig:
     """The shape of one exchange. The same on every rank; checked when an `Exchange` is made.
@@ -52,6 +61,8 @@ class EpConfig:
         How a token travels. "mxfp8": E4M3 elements and one E8M0 scale a 32-block.
     timeout_s : float
         Bound of every wait, in seconds: above 0, at most 86400.
+    protocol : Protocol or str
+        Of the GPU backend: "fence_free" or "flags". The host backend has one of its own.
 
     Raises
     ------
@@ -66,6 +77,7 @@ class EpConfig:
     max_tokens: int
     dispatch_format: DispatchFormat = DispatchFormat.MXFP8
     timeout_s: float = 10.0
+    protocol: Protocol = Protocol.FENCE_FREE
 
     def __post_init__(self) -> None:
         limits = {
@@ -82,13 +94,12 @@ class EpConfig:
             object.__setattr__(self, field, value)
         if self.hidden % SCALE_BLOCK:
             raise ConfigError("hidden", self.hidden, f"a multiple of {SCALE_BLOCK}")
-        formats = ", ".join(DispatchFormat)
-        try:
-            object.__setattr__(self, "dispatch_format", DispatchFormat(self.dispatch_format))
-        except ValueError:
-            raise ConfigError(
-                "dispatch_format", self.dispatch_format, f"one of {formats}"
-            ) from None
+        for field, kind in (("dispatch_format", DispatchFormat), ("protocol", Protocol)):
+            value = getattr(self, field)
+            try:
+                object.__setattr__(self, field, kind(value))
+            except ValueError:
+                raise ConfigError(field, value, f"one of {', '.join(kind)}") from None
         timeout_s = self.timeout_s
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float, np.number)):
             raise ConfigError("timeout_s", timeout_s, "a number of seconds")

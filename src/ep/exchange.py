@@ -12,7 +12,7 @@ import numpy as np
 
 from ep.arguments import BF16, FP32, INT32, check_eps, check_ids, checks_values, token_count
 from ep.bootstrap import Backend, World
-from ep.config import EpConfig
+from ep.config import EpConfig, Protocol
 from ep.errors import ArgumentError, CollectiveError, EpError, EpTimeout, StateError
 from ep.layout import EpLayout
 from ep.version import __version__
@@ -101,6 +101,9 @@ class Exchange:
         self.world = world
         self.config = config
         self.layout = EpLayout(config)
+        if world.backend is Backend.HOST:
+            # Flags in shared memory: nothing is staged.
+            self.layout = EpLayout(dataclasses.replace(config, protocol=Protocol.FLAGS))
         self._busy = threading.Lock()
         self._sent: int | None = None
         self._sent_values: Any = None

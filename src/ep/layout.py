@@ -12,7 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from ep.config import SCALE_BLOCK
+from ep.config import SCALE_BLOCK, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +26,14 @@ HEADER_WORDS = 4
 SOURCE_BITS = 16
 """The source word is `(src_rank << SOURCE_BITS) | token_idx`."""
 EMPTY_SOURCE = -1
+CHUNK_BYTES = 16
+"""What a GPU stores and loads in one indivisible access."""
+CHUNK_SCALES = CHUNK_BYTES
+"""Scales in a chunk: those of 512 elements, which one warp quantizes."""
+NOTHING = 0xFFFFFFFF
+"""Last word of a chunk that has not arrived."""
+PARITIES = 2
+"""Halves of what a source sends into: steps take turns, so that a fast rank overwrites nothing."""
 
 Writer = Literal["source", "destination", "peer", "own"]
 
@@ -49,6 +57,7 @@ class Field:
     writer : str
         Who stores into it from afar: "source" (rows, block s by rank s), "destination" (slots,
         column d by rank d), "peer" (line s by rank s), "own" (nobody but the owner).
+        Where a field has halves for odd and even steps, that axis comes first.
     what : str
         One line for people; `docs/layout.md` prints it.
     """
@@ -113,6 +122,21 @@ class EpLayout:
             header, name="source", shape=header.shape[:1], strides_bytes=header.strides_bytes[:1]
         )
 
+    @property
+    def x_chunks(self) -> int:
+        """Chunks of a staged row that hold its elements; those of the scales follow."""
+        return self.config.hidden // CHUNK_BYTES
+
+    @property
+    def scale_chunks(self) -> int:
+        """Chunks that hold its scales; a chunk an expert, with id and weight, and a head follow."""
+        return -(-self.config.hidden // SCALE_BLOCK // CHUNK_SCALES)
+
+    @property
+    def row_chunks(self) -> int:
+        """Chunks of a staged row."""
+        return self.x_chunks + self.scale_chunks + self.config.top_k + 1
+
     def row(self, src_rank: int, token_idx: int) -> int:
         """Receive row of token `token_idx` of rank `src_rank`."""
         return src_rank * self.stride + token_idx
@@ -145,6 +169,28 @@ class EpLayout:
         slot_bytes = _round_up(2 * config.hidden, LINE_BYTES)
         line_words = LINE_BYTES // 4
         flags = (config.ranks, line_words)
+        staged_bytes = CHUNK_BYTES * self.row_chunks
+        block_bytes = _round_up(config.max_tokens * staged_bytes, LINE_BYTES)
+        staged: list[tuple[str, str, tuple[int, ...], tuple[int, ...], Writer, str]] = [
+            (
+                "staging",
+                "uint32",
+                (PARITIES, config.ranks, config.max_tokens, staged_bytes // 4),
+                (config.ranks * block_bytes, block_bytes, staged_bytes, 4),
+                "source",
+                "rows as they travel; all ones where nothing has arrived",
+            ),
+            (
+                "announcements",
+                "uint32",
+                (PARITIES, config.ranks, line_words),
+                (config.ranks * LINE_BYTES, LINE_BYTES, 4),
+                "peer",
+                "chunk 0 of line s: step that rank s is in, tokens it sends",
+            ),
+        ]
+        if config.protocol is not Protocol.FENCE_FREE:
+            staged = []
         return [
             (
                 "x",
@@ -226,6 +272,7 @@ class EpLayout:
                 "own",
                 "steps and arrivals of this rank, a line each",
             ),
+            *staged,
         ]
 
 

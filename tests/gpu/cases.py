@@ -14,11 +14,12 @@ from ep.bench.bridge import GpuBridge, received_rows
 from ep.bench.cases import Case
 from ep.bench.chain import Chain
 from ep.bench.check import Where, check_result, check_rows, run_checked_step
+from ep.config import Protocol
 from ep.gpu.graph import Graph
-from ep.kernels.options import Fences, KernelOptions, Pdl
+from ep.kernels.options import Fences, KernelOptions, Pdl, Warm
 from ep.memory.cuda import driver
 from ep.routing import Routing
-from tests.multirank.worker import SHAPES, OddStep, raises
+from tests.multirank.worker import SHAPES, AllOnesStep, OddStep, raises
 
 
 def agree(world, complaint):
@@ -31,9 +32,9 @@ def config_of(world, shape, max_tokens, **fields):
     return ep.EpConfig(ranks=world.size, max_tokens=max_tokens, **(SHAPES[shape] | fields))
 
 
-def steps(world, shape="tiny", num_steps=40, max_tokens=6, options=None):
+def steps(world, shape="tiny", num_steps=40, max_tokens=6, options=None, **fields):
     """Steps of every routing with T that changes, some ranks or all without tokens."""
-    config = config_of(world, shape, max_tokens)
+    config = config_of(world, shape, max_tokens, **fields)
     bridge = GpuBridge(world.device)
     cases = [
         Case(config=config, routing=routing, uneven=uneven, norm=norm, seed=seed)
@@ -52,23 +53,23 @@ def steps(world, shape="tiny", num_steps=40, max_tokens=6, options=None):
     bridge.close()
 
 
-def odd_payloads(world):
+def odd_payloads(world, **fields):
     """NaN, Inf, subnormals, -0 and all-ones everywhere; then clean rows on the same buffer."""
-    config = config_of(world, "gpt_oss_120b", 7, hidden=288)
+    config = config_of(world, "gpt_oss_120b", 7, hidden=288, **fields)
     bridge = GpuBridge(world.device)
     with ep.Exchange(world, config) as exchange:
         for number in range(12):
             case = Case(config=config, norm=number % 2 == 1, seed=3)
             step = case.step(number, (7, 4, 1)[number % 3])
-            if number % 4 != 3:
-                step = OddStep(**{f.name: getattr(step, f.name) for f in dataclasses.fields(step)})
+            kind = (OddStep, AllOnesStep, OddStep, type(step))[number % 4]
+            step = kind(**{f.name: getattr(step, f.name) for f in dataclasses.fields(step)})
             agree(world, run_checked_step(exchange, step, bridge))
     bridge.close()
 
 
-def graphs(world, shape="kimi_k3", num_ops=60, options=None, pairs=3):
+def graphs(world, shape="kimi_k3", num_ops=60, options=None, pairs=3, **fields):
     """Graphs of several T replayed in random order, mixed with eager steps."""
-    config = config_of(world, shape, 8)
+    config = config_of(world, shape, 8, **fields)
     bridge = GpuBridge(world.device)
     order = random.Random(7)
     with ep.Exchange(world, config, kernel_options=options) as exchange:
@@ -109,18 +110,21 @@ def several_exchanges(world):
 
 def kernel_options(world):
     """Every way to build the kernels gives the same bits."""
+    builds: list[tuple[Protocol, dict[str, Any]]]
+    builds = [(Protocol.FENCE_FREE, {"warm": warm}) for warm in Warm]
+    builds += [(Protocol.FLAGS, {"fences": fences}) for fences in Fences]
     for pdl in Pdl:
-        for fences in Fences:
-            if pdl is Pdl.EARLY and world.shares_gpus:
-                continue
-            options = KernelOptions(pdl=pdl, fences=fences)
-            steps(world, "kimi_k3", num_steps=12, options=options)
-            graphs(world, num_ops=12, options=options)
+        if pdl is Pdl.EARLY and world.shares_gpus:
+            continue
+        for protocol, chosen in builds:
+            options = KernelOptions(pdl=pdl, **chosen)
+            steps(world, "kimi_k3", 12, options=options, protocol=protocol)
+            graphs(world, num_ops=12, options=options, protocol=protocol)
 
 
-def many_tokens(world, tokens=300):
+def many_tokens(world, tokens=300, **fields):
     """More tokens than CTAs of combine fit."""
-    steps(world, "kimi_k3", num_steps=6, max_tokens=tokens)
+    steps(world, "kimi_k3", num_steps=6, max_tokens=tokens, **fields)
 
 
 def wrong_use(world, monkeypatch=None):
@@ -154,9 +158,36 @@ def wrong_use(world, monkeypatch=None):
     other.close()
 
 
-def absent_rank(world):
+def absent_from_combine(world, **fields):
+    """The same where it misses combine: whoever awaits its partials says so and gives no number."""
+    config = config_of(world, "tiny", 4, timeout_s=0.5, **fields)
+    bridge = GpuBridge(world.device)
+    exchange = ep.Exchange(world, config)
+    step = Case(config=config, routing=Routing.UNIFORM).step(0, 4)
+    x, ids, weights = map(bridge.put, step.inputs(world.rank))
+    partials = bridge.put(step.partials(world.rank, step.expected_rows(world.rank).source))
+    out = bridge.put(np.zeros((4, config.hidden), step.inputs(world.rank).x.dtype))
+    owners = config.owner_of(step.inputs(world.rank).ids)
+    world.barrier()
+    exchange.dispatch(x, ids, weights, bridge.stream)
+    if world.rank != 1:
+        exchange.combine(partials, ids, out=out, stream=bridge.stream)
+        driver("StreamSynchronize", bridge.stream)
+        if (owners == 1).any():
+            with raises(ep.EpTimeout, "combine of step 1 waited 0.5 s for rank 1 "):
+                exchange.poll()
+            got = bridge.get(out).astype(np.float32)
+            assert np.isnan(got[(owners == 1).any(axis=1)]).all()
+            assert not np.isnan(got[(owners != 1).all(axis=1)]).any()
+    driver("StreamSynchronize", bridge.stream)
+    world.barrier()
+    exchange.close()
+    bridge.close()
+
+
+def absent_rank(world, **fields):
     """A rank that never comes ends the others' wait in time, by name; the context survives."""
-    config = config_of(world, "tiny", 4, timeout_s=0.5)
+    config = config_of(world, "tiny", 4, timeout_s=0.5, **fields)
     bridge = GpuBridge(world.device)
     exchange = ep.Exchange(world, config)
     agree(world, run_checked_step(exchange, Case(config=config).step(0, 4), bridge))
@@ -292,21 +323,18 @@ def with_torch(world, exchange, arrays, want):
     agree(world, check_result(got, want, where(world)))
 
 
-def long_run(world, num_steps=100_000, pairs=20, fences=None):
+def long_run(world, num_steps=100_000, pairs=20, **fields):
     """Many steps in graphs, compared on the device: every result of every graph, some rows.
 
     T changes from graph to graph, and each rank is delayed at random in between.
     """
     torch = installed("torch")
     torch.cuda.set_device(world.device.ordinal)
-    config = config_of(world, "kimi_k3", 8)
+    config = config_of(world, "kimi_k3", 8, **fields)
     bridge = GpuBridge(world.device)
     stream = torch.cuda.ExternalStream(bridge.stream)
     order, delays = random.Random(11), random.Random(world.rank)
-    options = None
-    if fences is not None:
-        options = KernelOptions(pdl=Pdl.LATE if world.shares_gpus else Pdl.EARLY, fences=fences)
-    exchange = ep.Exchange(world, config, kernel_options=options)
+    exchange = ep.Exchange(world, config)
     with exchange, torch.cuda.stream(stream):
         wrong = torch.zeros(2, dtype=torch.int64, device=f"cuda:{world.device.ordinal}")
         chains = []
@@ -437,11 +465,21 @@ CASES: dict[str, Any] = {
     "many_tokens": many_tokens,
     "wrong_use": wrong_use,
     "absent_rank": absent_rank,
+    "absent_from_combine": absent_from_combine,
+    **{
+        f"{name}_flags": partial(case, protocol=Protocol.FLAGS)
+        for name, case in {
+            "steps": steps,
+            "odd_payloads": odd_payloads,
+            "graphs": graphs,
+            "many_tokens": many_tokens,
+            "absent_rank": absent_rank,
+        }.items()
+    },
 }
 PROCESS_CASES: dict[str, Any] = {
     "nvshmem_elsewhere": nvshmem_elsewhere,
-    "long_run_fences_thread": partial(long_run, fences=Fences.THREAD),
-    "long_run_fences_cta": partial(long_run, fences=Fences.CTA),
-    "million_fences_cta": partial(long_run, num_steps=1_000_000, fences=Fences.CTA),
+    "million": partial(long_run, num_steps=1_000_000),
+    "long_run_flags": partial(long_run, protocol=Protocol.FLAGS),
 }
 """Only for ranks that are processes."""

@@ -80,7 +80,18 @@ def steps_of(world, shape):
 class OddStep(Step):
     """A step whose payload is every bit pattern that somebody could take for something else."""
 
-    PATTERNS = (0xFFFF, 0x7FFF, 0x7F80, 0xFF80, 0x8000, 0x0001, 0x807F, 0x0000, 0x7F7F, 0x3F80)
+    PATTERNS: tuple[int, ...] = (
+        0xFFFF,
+        0x7FFF,
+        0x7F80,
+        0xFF80,
+        0x8000,
+        0x0001,
+        0x807F,
+        0x0000,
+        0x7F7F,
+        0x3F80,
+    )
 
     def _odd(self, clean, salt):
         shape, rows = clean.shape, len(clean)
@@ -108,6 +119,16 @@ class OddStep(Step):
         return np.where((live & (order % 3 != 2))[:, None], odd, partials)
 
 
+class AllOnesStep(OddStep):
+    """A step whose payload is all ones, which is how nothing looks in the fence-free protocol."""
+
+    PATTERNS = (0xFFFF,)
+
+    def inputs(self, rank):
+        inputs = super().inputs(rank)
+        return inputs._replace(weights=np.full(inputs.weights.shape, -1, np.int32).view(np.float32))
+
+
 def odd_payloads(world):
     """NaN, Inf, subnormals, -0 and all-ones in x, weights and partials; then clean rows again."""
     config_ = config(world, "gpt_oss_120b", max_tokens=7, hidden=288)
@@ -115,7 +136,7 @@ def odd_payloads(world):
         for number in range(12):
             case = Case(config=config_, norm=number % 2 == 1, seed=3)
             step = case.step(number, (7, 4, 1)[number % 3])
-            kind = Step if number % 4 == 3 else OddStep
+            kind = (OddStep, AllOnesStep, OddStep, Step)[number % 4]
             check(
                 world,
                 exchange,

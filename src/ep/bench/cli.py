@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -22,8 +23,6 @@ from ep.routing import Routing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from ep.kernels.options import KernelOptions
 
 TIMEOUT_S = 300.0
 """Bound of waits outside of steps: the oracle takes its time where ranks outnumber cores."""
@@ -113,10 +112,10 @@ def _count(text: str) -> int:
 )
 @click.option(
     "--compare",
-    nargs=2,
-    metavar="A B",
-    help="On GPUs: time two builds of the kernels in turn, each 'default' or like "
-    "'fences=thread,pdl=late'.",
+    multiple=True,
+    metavar="BUILD",
+    help="On GPUs, several times: time these builds of the kernels in turn, each 'default' or "
+    "like 'protocol=flags,fences=thread,pdl=late'.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of all data.")
 @click.option("--norm/--no-norm", default=True, show_default=True, help="RMSNorm in combine.")
@@ -148,7 +147,7 @@ def command(
     graph: bool,
     pairs: int,
     share_gpus: bool | None,
-    compare: tuple[str, str] | None,
+    compare: tuple[str, ...],
     seed: int,
     norm: bool,
     backend: str,
@@ -207,10 +206,7 @@ def run(world: World, plan: Plan, json_path: Path | None = None) -> int:
         # Before an hour of work, not after it.
         problem = _obstacle(json_path) if world.rank == 0 and json_path is not None else None
         world.agree(problem, "opening the file of --json")
-        exchanges = [
-            Exchange(world, plan.case.config, kernel_options=_options(variant))
-            for variant in plan.variants
-        ]
+        exchanges = [_open(world, plan.case.config, variant) for variant in plan.variants]
     except (CollectiveError, HeapError, ArgumentError) as error:
         # Raised alike on every rank, so that all may leave in peace.
         if world.rank == 0:
@@ -229,12 +225,22 @@ def run(world: World, plan: Plan, json_path: Path | None = None) -> int:
         return max(codes)
 
 
-def _options(variant: str) -> KernelOptions | None:
-    if not variant:
-        return None
+def _open(world: World, config: EpConfig, variant: str) -> Exchange:
+    """Make an exchange as `variant` says: of which protocol, and how its kernels are built."""
+    parts = [part.strip() for part in variant.split(",") if part.strip()]
+    chosen: dict[str, Any] = dict(
+        part.split("=", 1) for part in parts if part.startswith("protocol=")
+    )
+    try:
+        config = dataclasses.replace(config, **chosen)
+    except ConfigError as error:
+        raise ArgumentError(str(error)) from error
+    build = ",".join(part for part in parts if not part.startswith("protocol="))
+    if not build:
+        return Exchange(world, config)
     from ep.kernels.options import KernelOptions
 
-    return KernelOptions.parse(variant)
+    return Exchange(world, config, kernel_options=KernelOptions.parse(build))
 
 
 def _run_and_report(exchanges: Sequence[Exchange], plan: Plan, json_path: Path | None) -> int:

@@ -42,7 +42,7 @@ class Plan:
     pairs : int
         Steps in a graph.
     variants : tuple of str
-        Builds of the kernels to compare, as `KernelOptions.parse` reads them; "" is the default.
+        Protocols and builds of the kernels to compare, as `--compare` takes them; "": the default.
     """
 
     shape: str

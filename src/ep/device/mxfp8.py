@@ -89,3 +89,12 @@ def pack_scales(byte: Uint32, width: int) -> list[Uint32]:
     if width > 2:
         word = word | ptx.shfl_xor(word, 4)
     return [word, *(ptx.shfl_down(word, 8 * idx) for idx in range(1, width // 4))]
+
+
+def gather_scales(byte: Uint32) -> ptx.Vec4:
+    """The warp's 16 scale bytes as 4 words, in every lane. All lanes take part."""
+    lane = cute.arch.lane_idx()
+    word = byte << (8 * (Uint32(lane // BLOCK_LANES) % 4))
+    word = word | ptx.shfl_xor(word, 2)
+    word = word | ptx.shfl_xor(word, 4)
+    return ptx.shfl(word, 0), ptx.shfl(word, 8), ptx.shfl(word, 16), ptx.shfl(word, 24)

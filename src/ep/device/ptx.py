@@ -110,9 +110,21 @@ def load_b128(addr: Int64) -> Vec4:
     return _asm(code, [Uint32] * 4, [Int64(addr)])
 
 
+def poll_b128(wanted: Boolean, addr: Int64, seen: Vec4) -> Vec4:
+    """`load_b128` where `wanted`, else `seen` without touching `addr`."""
+    keep = " ".join(f"mov.b32 ${idx}, ${idx + 6};" for idx in range(4))
+    code = (
+        "{ .reg .pred p; .reg .b64 lo, hi; .reg .b128 all; setp.ne.u32 p, $4, 0; "
+        + keep
+        + " @p ld.relaxed.sys.global.b128 all, [$5]; @p mov.b128 {lo, hi}, all;"
+        " @p mov.b64 {$0, $1}, lo; @p mov.b64 {$2, $3}, hi; }"
+    )
+    return _asm(code, [Uint32] * 4, [Uint32(wanted), Int64(addr), *map(Uint32, seen)])
+
+
 def touch(addr: Int64) -> None:
     """Load 4 bytes and drop them, so that the translation of `addr` is at hand later."""
-    _asm("ld.volatile.global.b32 $0, [$1];", [Uint32], [Int64(addr)])
+    _asm("{ .reg .b32 drop; ld.volatile.global.b32 drop, [$0]; }", [], [Int64(addr)])
 
 
 def _load_v4(order: str, cache: str, addr: Int64) -> Vec4:
@@ -182,6 +194,12 @@ def atom_inc(addr: Int64, limit: Uint32, order: str = "relaxed", scope: str = "g
 def atom_exch(addr: Int64, value: Uint32, order: str = "relaxed", scope: str = "gpu") -> Uint32:
     """Replace a word of own memory; gives the value before."""
     code = f"atom.{order}.{scope}.global.exch.b32 $0, [$1], $2;"
+    return _asm(code, [Uint32], [Int64(addr), Uint32(value)])
+
+
+def atom_or(addr: Int64, value: Uint32, order: str = "relaxed", scope: str = "gpu") -> Uint32:
+    """Set bits of a word of own memory; gives the value before."""
+    code = f"atom.{order}.{scope}.global.or.b32 $0, [$1], $2;"
     return _asm(code, [Uint32], [Int64(addr), Uint32(value)])
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
-from cutlass import Boolean, Constexpr, Int32, Int64, Uint32, cute, range_constexpr
+from cutlass import Boolean, Constexpr, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from ep.config import EpConfig
 from ep.device import ptx
@@ -147,3 +148,85 @@ def rearm_row(own: Int64, row: Int64, rank: Int32, tid: Int32, layout: Constexpr
     if tid == 0:
         at = own + fields["header"].offset_bytes + row * 16
         ptx.store_v4(at, (Uint32(0xFFFFFFFF), Uint32(0), Uint32(0), Uint32(0)))
+
+
+@cute.jit
+def has_rank(masks: list[Uint32], rank: Int32) -> Boolean:
+    """Whether a set of ranks has a member."""
+    mask = masks[0]
+    for word in range_constexpr(1, len(masks)):
+        if Uint32(rank) // WARP == word:
+            mask = masks[word]
+    return (mask >> (Uint32(rank) % WARP)) & 1 != 0
+
+
+UNROLLED_RANKS = 8
+"""Up to so many, each rank's base has a register of its own in every thread."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Peers:
+    """Where the ranks' buffers are. The own peer mapping is never touched.
+
+    Attributes
+    ----------
+    ranks : int
+    by_lane : list of Int64
+        As `load_peers` gives it.
+    all : list of Int64
+        Base of every rank in every lane, where they are few, else empty.
+    """
+
+    ranks: int
+    by_lane: list[Int64]
+    all: list[Int64]
+
+    @classmethod
+    def load(cls, table: Int64, ranks: int, rank: Int32) -> Peers:
+        """Read them from `table`."""
+        every = []
+        if ranks <= UNROLLED_RANKS:
+            every = [ptx.load_b64(table + 8 * idx) for idx in range(ranks)]
+        return cls(ranks, load_peers(table, ranks, rank), every)
+
+    def store_others(
+        self, masks: list[Uint32], rank: Int32, live: Boolean, offset: Int64, chunk: ptx.Vec4
+    ) -> None:
+        """Where `live`, store a chunk at `offset` of every member's buffer but the own one."""
+        _store_chunks(self, masks, rank, live, offset, chunk)
+
+    def store_all(
+        self,
+        masks: list[Uint32],
+        rank: Int32,
+        live: Boolean,
+        at_own: Int64,
+        offset: Int64,
+        chunk: ptx.Vec4,
+    ) -> None:
+        """The same, and at address `at_own` where this rank is a member. All lanes take part."""
+        _store_chunks(self, masks, rank, live, offset, chunk)
+        _store_own(masks, rank, live, at_own, chunk)
+
+
+@cute.jit
+def _store_own(masks: list[Uint32], rank: Int32, live: Boolean, at: Int64, chunk: ptx.Vec4) -> None:
+    if live and has_rank(masks, rank):
+        ptx.store_v4(at, chunk)
+
+
+@cute.jit
+def _store_chunks(
+    peers: Peers, masks: list[Uint32], rank: Int32, live: Boolean, offset: Int64, chunk: ptx.Vec4
+) -> None:
+    if const_expr(len(peers.all) > 0):
+        for dst_rank in range_constexpr(len(peers.all)):
+            if live and (masks[0] >> dst_rank) & 1 != 0 and dst_rank != rank:
+                ptx.store_b128(peers.all[dst_rank] + offset, chunk)
+    else:
+        rest = masks
+        while not is_empty(rest):
+            dst_rank, rest = pop_rank(rest)
+            base = peer_base(peers.by_lane, dst_rank)
+            if live and dst_rank != rank:
+                ptx.store_b128(base + offset, chunk)

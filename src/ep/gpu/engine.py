@@ -9,12 +9,13 @@ import numpy as np
 
 from ep.arguments import BF16
 from ep.buffers import EpBuffers
+from ep.config import Protocol
 from ep.errors import StateError
 from ep.gpu.arrays import device_array, stream_handle
 from ep.kernels.compile import Kind, Launcher, get_image
-from ep.kernels.grid import combine_ctas, dispatch_ctas
+from ep.kernels.grid import combine_ctas, combine_grid, dispatch_ctas, dispatch_grid
 from ep.kernels.options import KernelOptions, Pdl
-from ep.layout import EMPTY_SOURCE
+from ep.layout import EMPTY_SOURCE, NOTHING
 from ep.memory import cuda
 from ep.memory.local import LocalMemory
 from ep.memory.nvshmem import NvshmemMemory
@@ -53,9 +54,11 @@ class GpuEngine:
         self._launch = _load_kernels(world, layout, options)
         # Ranks that share a GPU must all fit on it at once, and know nothing of each other.
         self._resident = {
-            norm: max(1, launch.resident_ctas(self._device.num_sms) // world.ranks_on_gpu)
-            for norm, launch in self._launch[Kind.COMBINE].items()
+            (kind, norm): max(2, launch.resident_ctas(self._device.num_sms) // world.ranks_on_gpu)
+            for kind, launchers in self._launch.items()
+            for norm, launch in launchers.items()
         }
+        self._is_fence_free = layout.config.protocol is Protocol.FENCE_FREE
         home = LocalMemory if world.is_one_process else NvshmemMemory
         memory: SymmetricMemory = home.allocate(world, self._device, layout.total_bytes)
         self._buffers = EpBuffers(layout, memory, world.rank)
@@ -119,9 +122,10 @@ class GpuEngine:
     ) -> None:
         """Enqueue dispatch."""
         tokens = x.shape[0]
+        extra, ctas = self._dispatch_grid(tokens)
         self._launch[Kind.DISPATCH][False](
             stream,
-            dispatch_ctas(tokens),
+            ctas,
             self._table,
             x.address,
             ids.address,
@@ -130,6 +134,7 @@ class GpuEngine:
             self._timeout_ns,
             self._rank,
             tokens,
+            *extra,
         )
         self._last_stream = stream
 
@@ -145,9 +150,10 @@ class GpuEngine:
         """Enqueue combine."""
         norm = norm_weight is not None
         tokens = ids.shape[0]
+        extra, ctas = self._combine_grid(tokens, norm=norm)
         self._launch[Kind.COMBINE][norm](
             stream,
-            combine_ctas(self._config, tokens, self._resident[norm]),
+            ctas,
             self._table,
             partials.address,
             ids.address,
@@ -158,6 +164,7 @@ class GpuEngine:
             eps,
             self._rank,
             tokens,
+            *extra,
         )
         if not _is_capturing(stream):
             cuda.driver("EventRecord", self._ended, stream)
@@ -175,15 +182,30 @@ class GpuEngine:
         self._record.close()
         cuda.driver("EventDestroy", self._ended)
 
+    def _dispatch_grid(self, tokens: int) -> tuple[tuple[int, ...], int]:
+        """Arguments that the protocol's kernel takes more than the other's, and CTAs."""
+        if not self._is_fence_free:
+            return (), dispatch_ctas(tokens)
+        grid = dispatch_grid(self._config, tokens, self._resident[Kind.DISPATCH, False])
+        return (grid.senders,), grid.ctas
+
+    def _combine_grid(self, tokens: int, *, norm: bool) -> tuple[tuple[int, ...], int]:
+        """The same for combine."""
+        resident = self._resident[Kind.COMBINE, norm]
+        if not self._is_fence_free:
+            return (), combine_ctas(self._config, tokens, resident)
+        grid = combine_grid(self._config, tokens, resident)
+        return (grid.senders,), grid.ctas
+
     def _arm(self) -> None:
-        """Make every row empty; the memory is all zeros."""
+        """Make every row and what announces itself empty; the memory is all zeros."""
         own = self._buffers.own
-        for name, word in (
-            ("header", EMPTY_SOURCE),
-            ("ids", self._config.empty_id(self._rank)),
-        ):
-            field = own(name)
-            cuda.driver("MemsetD32", field.address, word & 0xFFFFFFFF, int(np.prod(field.shape)))
+        words = {"header": EMPTY_SOURCE, "ids": self._config.empty_id(self._rank)}
+        if self._is_fence_free:
+            words |= {"slots": NOTHING, "staging": NOTHING}
+        for name, word in words.items():
+            size_words = self._buffers.layout.fields[name].size_bytes // 4
+            cuda.driver("MemsetD32", own(name).address, word & 0xFFFFFFFF, size_words)
         cuda.synchronize()
 
     def _has_ended(self) -> bool:

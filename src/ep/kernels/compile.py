@@ -23,6 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ep.config import Protocol
 from ep.errors import EpError
 from ep.memory.cuda import driver
 from ep.version import __version__
@@ -56,6 +57,11 @@ _CLASSES = {
     Kind.PING_PONG: ("ep.kernels.probe", "EpPingPong"),
 }
 """Module and class of each kernel: named, so that only `build` needs the compiler."""
+_FLAG_CLASSES = {
+    Kind.DISPATCH: ("ep.kernels.flag_dispatch", "EpFlagDispatch"),
+    Kind.COMBINE: ("ep.kernels.flag_combine", "EpFlagCombine"),
+}
+"""Those of `Protocol.FLAGS`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +151,10 @@ def build(kind: Kind, layout: EpLayout, options: KernelOptions, arch: str) -> Im
     from cutlass import Float32, Int32, Int64, cute
     from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepCUBIN, KeepPTX
 
-    module, name = _CLASSES[kind]
+    classes = _CLASSES
+    if layout.config.protocol is Protocol.FLAGS:
+        classes = _CLASSES | _FLAG_CLASSES
+    module, name = classes[kind]
     made = getattr(importlib.import_module(module), name)
     kernel = made(layout, options)
     made.kernel.set_name_prefix(made.name, remove_cutlass_symbol=True, keep_mangled_name=False)

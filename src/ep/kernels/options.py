@@ -30,6 +30,16 @@ class Fences(StrEnum):
     """The arriving warp, after the CTA barrier; enough by the PTX memory model."""
 
 
+class Warm(StrEnum):
+    """What the fence-free kernels touch before they wait for the kernel ahead of them."""
+
+    OFF = "off"
+    OWN = "own"
+    """What they will read on this GPU, so that its addresses are translated already."""
+    PEERS = "peers"
+    """That, and what they will write on the peers."""
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelOptions:
     """How a kernel is made, beside its shape.
@@ -38,13 +48,22 @@ class KernelOptions:
     ----------
     pdl : Pdl
     fences : Fences
+        Of the flag protocol.
+    warm : Warm
+        Of the fence-free protocol; only with PDL.
     norm : bool
         Whether combine ends with RMSNorm; nothing to dispatch.
     """
 
     pdl: Pdl = Pdl.LATE
     fences: Fences = Fences.CTA
+    warm: Warm = Warm.PEERS
     norm: bool = False
+
+    @property
+    def has_warm(self) -> bool:
+        """Whether kernels touch anything before they wait."""
+        return self.warm != Warm.OFF and self.pdl != Pdl.OFF
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -55,7 +74,7 @@ class KernelOptions:
         ArgumentError
             Naming what is not an option or not one of its values.
         """
-        kinds: dict[str, type[StrEnum]] = {"pdl": Pdl, "fences": Fences}
+        kinds: dict[str, type[StrEnum]] = {"pdl": Pdl, "fences": Fences, "warm": Warm}
         chosen: dict[str, Any] = {}
         for part in text.split(","):
             name, _, value = part.strip().partition("=")

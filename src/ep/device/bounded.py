@@ -1,0 +1,128 @@
+"""Waits of single threads that end: each poll loop asks here now and then whether to give up."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import IntEnum
+
+from cutlass import Boolean, Constexpr, Int32, Int64, Uint32, Uint64, cute, range_constexpr
+
+from ep.device import ptx
+from ep.layout import LINE_BYTES
+from ep.record import EXPIRED, Phase, Word
+
+POLLS_PER_CLOCK = 1024
+"""Polls between two looks at the clock, which is slow to read; some 0.5 ms."""
+_GATHER_NS = 2_000_000
+"""Least time that the reporting thread waits for what other threads miss."""
+
+
+class Control(IntEnum):
+    """Line of each word of the `control` field. Only its owner touches it."""
+
+    DISPATCHED = 0
+    """Words 0 and 1: number of the last dispatch's step."""
+    COMBINED = 1
+    """The same of the last combine."""
+    EXPIRED = 2
+    """Word 0: 1 once a wait has expired. Words 1..3, bit r: it was for rank r."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """What a wait needs to give up and to say so.
+
+    Attributes
+    ----------
+    phase : Phase
+    num_words : int
+        Words that have a bit for each rank.
+    control : Int64
+        Address of the `control` field.
+    rank : Int32
+    step : Int64
+    record : Int64
+        Device address of the hang record.
+    timeout_ns : Int64
+    """
+
+    phase: Phase
+    num_words: int
+    control: Int64
+    rank: Int32
+    step: Int64
+    record: Int64
+    timeout_ns: Int64
+
+    @property
+    def expired(self) -> Int64:
+        """Address of the word that says that a wait has expired."""
+        return self.control + LINE_BYTES * Control.EXPIRED
+
+
+@cute.jit
+def is_over(polls: Int32, since_ns: Uint64, watch: Watch) -> tuple[Boolean, Uint64]:
+    """Whether a thread that has polled in vain `polls` times gives up.
+
+    Parameters
+    ----------
+    polls : Int32
+    since_ns : Uint64
+        What the last call gave; 0 at first. The clock runs from the first look at it.
+    watch : Watch
+
+    Returns
+    -------
+    over : Boolean
+    since_ns : Uint64
+    """
+    over = Boolean(False)
+    if polls % POLLS_PER_CLOCK == 0:
+        now_ns = ptx.globaltimer()
+        if since_ns == 0:
+            since_ns = now_ns
+        over = now_ns - since_ns >= Uint64(watch.timeout_ns)
+        # Others wait for the same ranks; whoever waits after them need not take as long.
+        over = over or ptx.load_b32(watch.expired, "relaxed", "gpu") != 0
+    return over, since_ns
+
+
+@cute.jit
+def report(awaited: list[Uint32], since_ns: Uint64, watch: Watch) -> None:
+    """Say whom this thread has waited for; the first thread that does fills the hang record.
+
+    Called by single threads. `awaited` has bit r of word w for rank `32 * w + r`.
+    """
+    place = watch.expired + 4
+    for word in range_constexpr(watch.num_words):
+        if awaited[word] != 0:
+            ptx.atom_or(place + 4 * word, awaited[word])
+    if ptx.atom_exch(watch.expired, Uint32(1)) == 0:
+        # Others give up at their next look at the clock; then all is known.
+        until_ns = ptx.globaltimer() + Uint64(watch.timeout_ns) // 32 + _GATHER_NS
+        while ptx.globaltimer() < until_ns:
+            pass
+        for word in range_constexpr(watch.num_words):
+            # An atomic reads the newest value.
+            _record(watch, Word.AWAITED + word, ptx.atom_or(place + 4 * word, Uint32(0)))
+        _record(watch, Word.PHASE, Uint32(watch.phase))
+        _record(watch, Word.STEP, Uint32(watch.step))
+        _record(watch, Word.RANK, Uint32(watch.rank))
+        _record(watch, Word.WAITED_US, Uint32((ptx.globaltimer() - since_ns) // 1000))
+        ptx.store_b32(watch.record + 4 * Word.STATE, Uint32(EXPIRED), "release", "sys")
+
+
+@cute.jit
+def rank_bits(rank: Int32, num_words: Constexpr) -> list[Uint32]:
+    """The set of one rank, in words."""
+    bits = []
+    for word in range_constexpr(num_words):
+        bit = Uint32(0)
+        if Uint32(rank) // 32 == word:
+            bit = Uint32(1) << (Uint32(rank) % 32)
+        bits.append(bit)
+    return bits
+
+
+def _record(watch: Watch, word: int, value: Uint32) -> None:
+    ptx.store_b32(watch.record + 4 * word, value)

@@ -1,0 +1,108 @@
+"""The fence-free protocol on the device: chunks of 16 bytes that say themselves that they are here.
+
+A chunk is stored and loaded in one access, so that it is seen whole or not at all. Where nothing
+has arrived its last word is all ones; no payload ends in that word, since each kind is coded so
+that it cannot. Who reads such a chunk makes it empty again. What many read, and so nobody can, the
+head of a row and the announcement of a rank, has the number of its step instead: 64 bits, which
+never come round.
+"""
+
+from __future__ import annotations
+
+from cutlass import Boolean, Int32, Int64, Uint32, cute, range_constexpr
+
+from ep.config import EpConfig
+from ep.device import ptx
+from ep.device.rows import scale_width, store_scales
+from ep.layout import CHUNK_SCALES, NOTHING, PARITIES, EpLayout
+
+_CANONICAL_NANS = 0x7FFF7FFF
+_SCALE_BIAS = 0x04040404
+"""Added to each scale byte on its way: 248..253 are no scales, so none arrives as 255."""
+_TOP_BITS = 0x80808080
+NO_TOKEN = 0xFFFFFFFF
+"""What the head of a row says instead of a source word: the token chose no expert here."""
+
+
+def has_arrived(chunk: ptx.Vec4) -> Boolean:
+    """Whether a chunk holds payload."""
+    return chunk[3] != NOTHING
+
+
+def words_of(step: Int64) -> tuple[Uint32, Uint32]:
+    """Low and high word of a step's number."""
+    return Uint32(step), Uint32(step >> 32)
+
+
+def parity(step: Int64) -> Uint32:
+    """Which half of staging and announcements a step uses."""
+    return Uint32(step) % PARITIES
+
+
+def note(step: Int64, word: Uint32) -> ptx.Vec4:
+    """A head or an announcement: what it says, and in which step."""
+    return *words_of(step), Uint32(word), Uint32(0)
+
+
+def noted(chunk: ptx.Vec4) -> Uint32:
+    """What a head or an announcement says."""
+    return chunk[2]
+
+
+@cute.jit
+def is_of(chunk: ptx.Vec4, step: Int64) -> Boolean:
+    """Whether a head or an announcement is of `step`, and not of one before."""
+    low, high = words_of(step)
+    return chunk[0] == low and chunk[1] == high
+
+
+def take(addr: Int64) -> None:
+    """Make a chunk of the own buffer empty again, after it was read."""
+    ptx.store_v4(addr, (Uint32(NOTHING),) * 4)
+
+
+@cute.jit
+def seal(words: ptx.Vec4) -> ptx.Vec4:
+    """8 BF16 elements for the way: two NaNs that look like nothing become two other NaNs."""
+    last = words[3]
+    if last == NOTHING:
+        last = Uint32(_CANONICAL_NANS)
+    return words[0], words[1], words[2], last
+
+
+def seal_scales(words: ptx.Vec4) -> ptx.Vec4:
+    """16 scale bytes for the way: 4 is added to each, modulo 256."""
+    sealed = [((word & ~_TOP_BITS) + _SCALE_BIAS) ^ (word & _TOP_BITS) for word in words]
+    return sealed[0], sealed[1], sealed[2], sealed[3]
+
+
+def open_scales(words: ptx.Vec4) -> ptx.Vec4:
+    """What `seal_scales` was given."""
+    opened = [((word | _TOP_BITS) - _SCALE_BIAS) ^ (~word & _TOP_BITS) for word in words]
+    return opened[0], opened[1], opened[2], opened[3]
+
+
+def staged_row(layout: EpLayout, parity: Uint32, src_rank: Int32, token: Int32) -> Int64:
+    """Offset of the staged row of a token in the buffer of any of its destinations."""
+    staging = layout.fields["staging"]
+    per_parity, per_source, per_row, _ = staging.strides_bytes
+    block = Int64(parity) * per_parity + Int64(src_rank) * per_source
+    return staging.offset_bytes + block + Int64(token) * per_row
+
+
+def announcement(layout: EpLayout, parity: Uint32, src_rank: Int32) -> Int64:
+    """Offset of the line in which `src_rank` says which step it is in, and its tokens."""
+    lines = layout.fields["announcements"]
+    per_parity, per_source, _ = lines.strides_bytes
+    return lines.offset_bytes + Int64(parity) * per_parity + Int64(src_rank) * per_source
+
+
+@cute.jit
+def store_row_scales(at: Int64, chunk_idx: Int32, words: ptx.Vec4, config: EpConfig) -> None:
+    """Store chunk `chunk_idx` of a row's scales, whose first byte is at `at`, as far as it goes."""
+    width, num_scales = scale_width(config), config.hidden // 32
+    for piece in range_constexpr(CHUNK_SCALES // width):
+        first = chunk_idx * CHUNK_SCALES + piece * width
+        if first < num_scales:
+            part = [word >> (8 * (piece * width % 4)) for word in words[piece * width // 4 :]]
+            store_scales(at + Int64(first), part, width)
