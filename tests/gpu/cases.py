@@ -89,6 +89,7 @@ def graphs(world, shape="kimi_k3", num_ops=60, options=None, pairs=3, **fields):
             chain.forget()
             for _ in range(order.randint(1, 3)):
                 graph.launch(bridge.stream)
+            world.barrier()
             agree(world, chain.complaint())
         driver("StreamSynchronize", bridge.stream)
         for _, graph in chains.values():
@@ -422,6 +423,7 @@ def first_call_in_a_capture(world):
         world.barrier()
         for _ in range(3):
             graph.launch(bridge.stream)
+        world.barrier()
         agree(world, chain.complaint())
         graph.close()
     bridge.close()

@@ -176,7 +176,11 @@ def run_checked_step(
     received = exchange.dispatch(x, ids, weights, stream=bridge.stream)
     live = received_rows(bridge, received)
     complaint = check_rows(live, rows, Where(rank, step.number, "dispatch"), stride)
-    got = bridge.get(exchange.combine(partials, ids, gains, EPS, out, bridge.stream))
+    exchange.combine(partials, ids, gains, EPS, out, bridge.stream)
+    # A combine ends once this rank's own tokens are home. Ranks of one process must not copy or
+    # free memory before each has enqueued what another one's kernel waits for.
+    exchange.world.barrier("combining a checked step")
+    got = bridge.get(out)
     after = Where(rank, step.number, "combine")
     return (
         complaint
