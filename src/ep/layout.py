@@ -129,13 +129,23 @@ class EpLayout:
 
     @property
     def scale_chunks(self) -> int:
-        """Chunks that hold its scales; a chunk an expert, with id and weight, and a head follow."""
+        """Chunks that hold its scales, those of 512 elements each."""
         return -(-self.config.hidden // SCALE_BLOCK // CHUNK_SCALES)
+
+    @property
+    def first_choice_chunk(self) -> int:
+        """The first of a chunk for each choice: id and weight."""
+        return self.x_chunks + self.scale_chunks
+
+    @property
+    def head_chunk(self) -> int:
+        """The last chunk: the source word, and in which step."""
+        return self.first_choice_chunk + self.config.top_k
 
     @property
     def row_chunks(self) -> int:
         """Chunks of a staged row."""
-        return self.x_chunks + self.scale_chunks + self.config.top_k + 1
+        return self.head_chunk + 1
 
     def row(self, src_rank: int, token_idx: int) -> int:
         """Receive row of token `token_idx` of rank `src_rank`."""

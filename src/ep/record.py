@@ -43,6 +43,27 @@ class Phase(IntEnum):
     COMBINE = 2
 
 
+class Stamp(IntEnum):
+    """When a CTA of a kernel built with stamps got how far: index of nanoseconds in its line."""
+
+    START = 0
+    READY = 1
+    """The kernels before it have ended."""
+    QUANTIZED = 2
+    """First token or row in hand, in the form in which it travels."""
+    SENT = 3
+    """Last store to a peer issued."""
+    FIRST = 4
+    """First chunk of another rank seen."""
+    LAST = 5
+    """Last chunk of another rank seen."""
+    DONE = 6
+
+
+STAMPS = 8
+"""uint64 a CTA."""
+
+
 @dataclasses.dataclass(frozen=True)
 class HangRecord:
     """A decoded record."""

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from enum import IntEnum
 
 from cutlass import Boolean, Constexpr, Int32, Int64, Uint32, Uint64, cute, range_constexpr
 
 from ep.device import ptx
-from ep.layout import LINE_BYTES
+from ep.device.home import Control, Home
 from ep.record import EXPIRED, Phase, Word
 
 POLLS_PER_CLOCK = 1024
 """Polls between two looks at the clock, which is slow to read; some 0.5 ms."""
 _GATHER_NS = 2_000_000
 """Least time that the reporting thread waits for what other threads miss."""
-
-
-class Control(IntEnum):
-    """Line of each word of the `control` field. Only its owner touches it."""
-
-    DISPATCHED = 0
-    """Words 0 and 1: number of the last dispatch's step."""
-    COMBINED = 1
-    """The same of the last combine."""
-    EXPIRED = 2
-    """Word 0: 1 once a wait has expired. Words 1..3, bit r: it was for rank r."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +23,7 @@ class Watch:
     Attributes
     ----------
     phase : Phase
-    num_words : int
-        Words that have a bit for each rank.
-    control : Int64
-        Address of the `control` field.
-    rank : Int32
+    home : Home
     step : Int64
     record : Int64
         Device address of the hang record.
@@ -47,17 +31,20 @@ class Watch:
     """
 
     phase: Phase
-    num_words: int
-    control: Int64
-    rank: Int32
+    home: Home
     step: Int64
     record: Int64
     timeout_ns: Int64
 
     @property
+    def num_words(self) -> int:
+        """Words that have a bit for each rank."""
+        return -(-self.home.layout.config.ranks // 32)
+
+    @property
     def expired(self) -> Int64:
         """Address of the word that says that a wait has expired."""
-        return self.control + LINE_BYTES * Control.EXPIRED
+        return self.home.control(Control.EXPIRED)
 
 
 @cute.jit
@@ -107,7 +94,7 @@ def report(awaited: list[Uint32], since_ns: Uint64, watch: Watch) -> None:
             _record(watch, Word.AWAITED + word, ptx.atom_or(place + 4 * word, Uint32(0)))
         _record(watch, Word.PHASE, Uint32(watch.phase))
         _record(watch, Word.STEP, Uint32(watch.step))
-        _record(watch, Word.RANK, Uint32(watch.rank))
+        _record(watch, Word.RANK, Uint32(watch.home.rank))
         _record(watch, Word.WAITED_US, Uint32((ptx.globaltimer() - since_ns) // 1000))
         ptx.store_b32(watch.record + 4 * Word.STATE, Uint32(EXPIRED), "release", "sys")
 

@@ -151,6 +151,11 @@ def store_b32(addr: Int64, value: Uint32, order: str = "weak", scope: str = "sys
     _asm(code, [], [Int64(addr), Uint32(value)])
 
 
+def store_b64(addr: Int64, value: Int64) -> None:
+    """8 bytes, weak."""
+    _asm("st.global.b64 [$0], $1;", [], [Int64(addr), Int64(value)])
+
+
 def store_v2(addr: Int64, values: tuple[Uint32, Uint32]) -> None:
     """8 bytes, weak."""
     _asm("st.global.v2.b32 [$0], {$1, $2};", [], [Int64(addr), *map(Uint32, values)])
@@ -288,6 +293,15 @@ def lowest_bit(mask: Uint32) -> Int32:
 def globaltimer() -> Uint64:
     """Nanoseconds; the clock ticks about once a microsecond."""
     return _asm("mov.u64 $0, %globaltimer;", [Uint64], [])
+
+
+def globaltimer_after(value: Uint32) -> Uint64:
+    """The same, read once `value` is there."""
+    code = (
+        "{ .reg .pred p; setp.ne.b32 p, $1, 0x9e3779b9; mov.b64 $0, 0;"
+        " @p mov.u64 $0, %globaltimer; }"
+    )
+    return _asm(code, [Uint64], [Uint32(value)])
 
 
 def griddepcontrol_wait() -> None:

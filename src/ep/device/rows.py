@@ -10,7 +10,7 @@ from cutlass import Boolean, Constexpr, Int32, Int64, Uint32, const_expr, cute, 
 from ep.config import EpConfig
 from ep.device import ptx
 from ep.device.sync import WARP
-from ep.layout import EpLayout
+from ep.layout import CHUNK_BYTES, CHUNK_SCALES, EMPTY_SOURCE, EpLayout
 
 
 def stride(config: EpConfig) -> int:
@@ -129,6 +129,33 @@ def store_scales(addr: Int64, words: list[Uint32], width: int) -> None:
 
 
 @cute.jit
+def store_row_scales(at: Int64, chunk_idx: Int32, words: ptx.Vec4, config: Constexpr) -> None:
+    """Store chunk `chunk_idx` of a row's scales, whose first byte is at `at`, as far as it goes."""
+    width, num_scales = scale_width(config), config.hidden // 32
+    for piece in range_constexpr(CHUNK_SCALES // width):
+        first = chunk_idx * CHUNK_SCALES + piece * width
+        if first < num_scales:
+            part = [word >> (8 * (piece * width % 4)) for word in words[piece * width // 4 :]]
+            store_scales(at + Int64(first), part, width)
+
+
+@cute.jit
+def store_choice(
+    own: Int64, row: Int64, nth: Int32, expert: Uint32, weight: Uint32, layout: Constexpr
+) -> None:
+    """Store id and weight of choice `nth` of a row of this rank."""
+    at = own + row * (4 * layout.config.top_k) + Int64(nth) * 4
+    ptx.store_b32(at + layout.fields["ids"].offset_bytes, expert)
+    ptx.store_b32(at + layout.fields["weights"].offset_bytes, weight)
+
+
+def store_source(own: Int64, row: Int64, source: Uint32, layout: EpLayout) -> None:
+    """Store the source word of a row of this rank, which makes it live."""
+    at = own + layout.fields["header"].offset_bytes + row * CHUNK_BYTES
+    ptx.store_v4(at, (source, Uint32(0), Uint32(0), Uint32(0)))
+
+
+@cute.jit
 def rearm_row(own: Int64, row: Int64, rank: Int32, tid: Int32, layout: Constexpr) -> None:
     """Make a row of this rank empty again; `x` may stay. The threads of a CTA share the work.
 
@@ -146,8 +173,7 @@ def rearm_row(own: Int64, row: Int64, rank: Int32, tid: Int32, layout: Constexpr
         # A stale scale of 255 is NaN, and 0 x NaN would poison a GEMM that does not skip the row.
         store_scales(at, [Uint32(0)] * 4, width)
     if tid == 0:
-        at = own + fields["header"].offset_bytes + row * 16
-        ptx.store_v4(at, (Uint32(0xFFFFFFFF), Uint32(0), Uint32(0), Uint32(0)))
+        store_source(own, row, Uint32(EMPTY_SOURCE & 0xFFFFFFFF), layout)
 
 
 @cute.jit

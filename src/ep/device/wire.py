@@ -9,12 +9,10 @@ never come round.
 
 from __future__ import annotations
 
-from cutlass import Boolean, Int32, Int64, Uint32, cute, range_constexpr
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 
-from ep.config import EpConfig
 from ep.device import ptx
-from ep.device.rows import scale_width, store_scales
-from ep.layout import CHUNK_SCALES, NOTHING, PARITIES, EpLayout
+from ep.layout import NOTHING, PARITIES, EpLayout
 
 _CANONICAL_NANS = 0x7FFF7FFF
 _SCALE_BIAS = 0x04040404
@@ -95,14 +93,3 @@ def announcement(layout: EpLayout, parity: Uint32, src_rank: Int32) -> Int64:
     lines = layout.fields["announcements"]
     per_parity, per_source, _ = lines.strides_bytes
     return lines.offset_bytes + Int64(parity) * per_parity + Int64(src_rank) * per_source
-
-
-@cute.jit
-def store_row_scales(at: Int64, chunk_idx: Int32, words: ptx.Vec4, config: EpConfig) -> None:
-    """Store chunk `chunk_idx` of a row's scales, whose first byte is at `at`, as far as it goes."""
-    width, num_scales = scale_width(config), config.hidden // 32
-    for piece in range_constexpr(CHUNK_SCALES // width):
-        first = chunk_idx * CHUNK_SCALES + piece * width
-        if first < num_scales:
-            part = [word >> (8 * (piece * width % 4)) for word in words[piece * width // 4 :]]
-            store_scales(at + Int64(first), part, width)

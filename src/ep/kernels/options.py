@@ -51,6 +51,8 @@ class KernelOptions:
         Of the flag protocol.
     warm : Warm
         Of the fence-free protocol; only with PDL.
+    stamps : bool
+        Whether the kernels of the fence-free protocol note when they got how far.
     norm : bool
         Whether combine ends with RMSNorm; nothing to dispatch.
     """
@@ -59,6 +61,7 @@ class KernelOptions:
     fences: Fences = Fences.CTA
     warm: Warm = Warm.PEERS
     norm: bool = False
+    stamps: bool = False
 
     @property
     def has_warm(self) -> bool:

@@ -1,0 +1,216 @@
+"""The reducing half of combine: wait for each token's partials, sum, normalize and store."""
+
+from __future__ import annotations
+
+from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr, cute, range_constexpr
+
+from ep.device import bounded, norm, ptx, rows, wire
+from ep.device.bounded import Watch
+from ep.device.home import Control, Home
+from ep.device.stamps import Stamps
+from ep.kernels.combine_send import Chunks
+from ep.kernels.options import KernelOptions
+from ep.layout import CHUNK_BYTES, EpLayout
+from ep.record import Stamp
+
+LOADS_IN_FLIGHT = 8
+"""Most chunks of slots that a thread polls at once: they live in registers."""
+
+
+class TokenReducer:
+    """What reducer CTAs do: a CTA a token.
+
+    Parameters
+    ----------
+    layout : EpLayout
+    options : KernelOptions
+    chunks : Chunks
+    """
+
+    def __init__(self, layout: EpLayout, options: KernelOptions, chunks: Chunks) -> None:
+        self.layout = layout
+        self.config = layout.config
+        self.options = options
+        self.chunks = chunks
+        # Ranks whose slots a thread polls before it adds the first one.
+        most = min(self.config.ranks, self.config.top_k)
+        self.batch = min(most, max(LOADS_IN_FLIGHT // chunks.passes, 1))
+
+    @cute.jit
+    def load_gains(self, norm_weight: Int64) -> list[ptx.Vec4]:
+        """The thread's chunks of the norm weight, one a pass."""
+        gains = []
+        if const_expr(self.options.norm):
+            for idx in range_constexpr(self.chunks.passes):
+                chunk = self.chunks.idx(idx)
+                gains.append(
+                    ptx.load_v4_if(
+                        self.chunks.is_live(idx), norm_weight + Int64(chunk) * CHUNK_BYTES
+                    )
+                )
+        return gains
+
+    @cute.jit
+    def warm(
+        self,
+        partials: Int64,
+        ids: Int64,
+        out: Int64,
+        home: Home,
+        first: Int32,
+        num_tokens: Int32,
+    ) -> None:
+        """Touch what the first token needs."""
+        tid, _, _ = cute.arch.thread_idx()
+        if first < num_tokens:
+            slots = self.layout.fields["slots"]
+            row = home.row(home.rank, first)
+            offset = Int64(min(tid, self.chunks.total - 1)) * CHUNK_BYTES
+            ptx.touch(home.control(Control.DISPATCHED))
+            ptx.touch(ids + Int64(first) * (4 * self.config.top_k))
+            at = home.field("slots") + Int64(first) * slots.strides_bytes[0]
+            ptx.touch(at + offset)
+            ptx.touch(partials + row * (2 * self.config.hidden) + offset)
+            ptx.touch(out + Int64(first) * (2 * self.config.hidden) + offset)
+
+    @cute.jit
+    def reduce(
+        self,
+        partials: Int64,
+        ids: Int64,
+        out: Int64,
+        eps: Float32,
+        first: Int32,
+        num_reducers: Int32,
+        num_tokens: Int32,
+        gains: list[ptx.Vec4],
+        watch: Watch,
+        clock: Stamps,
+    ) -> None:
+        """Sum, normalize and store the tokens of this CTA; make its own rows empty."""
+        config, home = self.config, watch.home
+        tid, _, _ = cute.arch.thread_idx()
+        half = -(-self.chunks.passes * self.chunks.warps // norm.ACCUMULATORS) * norm.ACCUMULATORS
+        segments = cute.arch.alloc_smem(Float32, 2 * half, 16)
+        sSegments = cute.make_tensor(segments, cute.make_layout((half, 2)))
+        turn = Int32(0)
+        token = first
+        expert = rows.load_expert(ids, token, num_tokens, config.top_k)
+        while token < num_tokens:
+            masks = rows.owners(expert, config)
+            row = home.row(home.rank, token)
+            local = partials + row * (2 * config.hidden)
+            sums = self._sum_slots(masks, token, local, watch)
+            if token == first:
+                clock.mark(Stamp.FIRST, sums[0][0])
+            clock.mark(Stamp.LAST, sums[0][0])
+            # Two halves in turn: one barrier a token is enough.
+            if const_expr(self.options.norm):
+                sums = self._normalize(sums, gains, sSegments[None, turn], eps)
+            for idx in range_constexpr(self.chunks.passes):
+                chunk = self.chunks.idx(idx)
+                if self.chunks.is_live(idx):
+                    at = out + Int64(token) * (2 * config.hidden) + Int64(chunk) * CHUNK_BYTES
+                    ptx.store_v4(at, sums[idx])
+            if rows.has_rank(masks, home.rank):
+                rows.rearm_row(home.base, row, home.rank, tid, self.layout)
+            token = token + num_reducers
+            turn = 1 - turn
+            expert = rows.load_expert(ids, token, num_tokens, config.top_k)
+
+    @cute.jit
+    def _sum_slots(
+        self, masks: list[Uint32], token: Int32, local: Int64, watch: Watch
+    ) -> list[list[Uint32]]:
+        """Sum the thread's chunks over the ranks of `masks`, in rank order, and round to BF16."""
+        slots = self.layout.fields["slots"]
+        slot = watch.home.field("slots") + Int64(token) * slots.strides_bytes[0]
+        sums = [[Float32(0.0)] * norm.CHUNK for _ in range(self.chunks.passes)]
+        while not rows.is_empty(masks):
+            addrs, dst_ranks = [], []
+            wanted, awaited = Uint32(0), Uint32(0)
+            for nth in range_constexpr(self.batch):
+                dst_rank, rest = rows.pop_rank(masks)
+                is_own = dst_rank == watch.home.rank
+                at = slot + Int64(dst_rank) * slots.strides_bytes[1]
+                if is_own:
+                    at = local
+                for idx in range_constexpr(self.chunks.passes):
+                    bit = Uint32(1 << (nth * self.chunks.passes + idx))
+                    if self.chunks.is_live(idx) and not rows.is_empty(masks):
+                        wanted = wanted | bit
+                        if not is_own:
+                            awaited = awaited | bit
+                    addrs.append(at + Int64(self.chunks.idx(idx)) * CHUNK_BYTES)
+                    dst_ranks.append(dst_rank)
+                masks = rest
+            parts = self._poll(addrs, dst_ranks, wanted, awaited, watch)
+            for nth in range_constexpr(len(parts)):
+                idx = nth % self.chunks.passes
+                sums[idx] = norm.sum_chunks(sums[idx], parts[nth])
+                if (awaited >> nth) & 1 != 0:
+                    wire.take(addrs[nth])
+        return [norm.round_chunk(chunk) for chunk in sums]
+
+    @cute.jit
+    def _poll(
+        self,
+        addrs: list[Int64],
+        dst_ranks: list[Int32],
+        wanted: Uint32,
+        awaited: Uint32,
+        watch: Watch,
+    ) -> list[ptx.Vec4]:
+        """Load the chunks of `wanted`, zeros for the others, until those of `awaited` are here.
+
+        Those that time ran out for stay as they were found: all ones, which are NaN.
+        """
+        parts = [(Uint32(0),) * 4 for _ in addrs]
+        polls, since_ns = Int32(0), Uint64(0)
+        pending = wanted
+        while pending != 0:
+            for nth in range_constexpr(len(addrs)):
+                if (pending >> nth) & 1 != 0:
+                    parts[nth] = ptx.load_b128(addrs[nth])
+            pending = pending & awaited
+            for nth in range_constexpr(len(addrs)):
+                if wire.has_arrived(parts[nth]):
+                    pending = pending & ~Uint32(1 << nth)
+            polls += 1
+            if pending != 0:
+                over, since_ns = bounded.is_over(polls, since_ns, watch)
+                if over:
+                    self._report(dst_ranks, pending, since_ns, watch)
+                    pending = Uint32(0)
+        return parts
+
+    @cute.jit
+    def _report(
+        self, dst_ranks: list[Int32], pending: Uint32, since_ns: Uint64, watch: Watch
+    ) -> None:
+        """Say which ranks' chunks have not come."""
+        bits = [Uint32(0) for _ in range(watch.num_words)]
+        for nth in range_constexpr(len(dst_ranks)):
+            if (pending >> nth) & 1 != 0:
+                one = bounded.rank_bits(dst_ranks[nth], watch.num_words)
+                bits = [some | more for some, more in zip(bits, one, strict=True)]
+        bounded.report(bits, since_ns, watch)
+
+    @cute.jit
+    def _normalize(
+        self,
+        sums: list[list[Uint32]],
+        gains: list[ptx.Vec4],
+        sSegments: cute.Tensor,
+        eps: Float32,
+    ) -> list[list[Uint32]]:
+        """RMSNorm of the CTA's token."""
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        for idx in range_constexpr(self.chunks.passes):
+            total = norm.segment_sum(norm.chunk_squares(sums[idx]))
+            if lane == 0:
+                sSegments[warp + idx * self.chunks.warps] = total
+        ptx.barrier()
+        segments = [sSegments[idx] for idx in range(self.chunks.passes * self.chunks.warps)]
+        rstd = norm.rms_rstd(norm.total_sum(segments), self.config.hidden, eps)
+        return [norm.scale_chunk(sums[idx], rstd, gains[idx]) for idx in range(self.chunks.passes)]
