@@ -1,7 +1,6 @@
 """What each rank of a GPU test does, whether a thread or a process plays it."""
 
 import dataclasses
-import importlib
 import random
 import time
 from functools import partial
@@ -13,23 +12,15 @@ import ep
 from ep.bench.bridge import GpuBridge, received_rows
 from ep.bench.cases import Case
 from ep.bench.chain import Chain
-from ep.bench.check import Where, check_result, check_rows, run_checked_step
+from ep.bench.check import check_result, check_rows, run_checked_step
 from ep.config import Protocol
 from ep.gpu.graph import Graph
 from ep.kernels.options import Fences, KernelOptions, Pdl, Warm
 from ep.memory.cuda import driver
 from ep.routing import Routing
-from tests.multirank.worker import SHAPES, AllOnesStep, OddStep, raises
-
-
-def agree(world, complaint):
-    said = [words for words in world.allgather(complaint and str(complaint)) if words]
-    if said:
-        raise AssertionError("\n".join(said))
-
-
-def config_of(world, shape, max_tokens, **fields):
-    return ep.EpConfig(ranks=world.size, max_tokens=max_tokens, **(SHAPES[shape] | fields))
+from tests.gpu.common import agree, config_of, installed, where
+from tests.gpu.long_runs import consumers, long_run, neighbour
+from tests.multirank.worker import AllOnesStep, OddStep, raises
 
 
 def steps(world, shape="tiny", num_steps=40, max_tokens=6, options=None, **fields):
@@ -237,17 +228,6 @@ def foreign_arrays(world):
     bridge.close()
 
 
-def where(world):
-    return Where(world.rank, 0, "dispatch")
-
-
-def installed(name):
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
 def foreign(world, bridge):
     """Ways to put NumPy data on this rank's GPU: a name, and how."""
     ordinal = world.device.ordinal
@@ -324,95 +304,6 @@ def with_torch(world, exchange, arrays, want):
     agree(world, check_result(got, want, where(world)))
 
 
-def long_run(world, num_steps=100_000, pairs=20, **fields):
-    """Many steps in graphs, compared on the device: every result of every graph, some rows.
-
-    T changes from graph to graph, and each rank is delayed at random in between.
-    """
-    torch = installed("torch")
-    torch.cuda.set_device(world.device.ordinal)
-    config = config_of(world, "kimi_k3", 8, **fields)
-    bridge = GpuBridge(world.device)
-    stream = torch.cuda.ExternalStream(bridge.stream)
-    order, delays = random.Random(11), random.Random(world.rank)
-    exchange = ep.Exchange(world, config)
-    with exchange, torch.cuda.stream(stream):
-        wrong = torch.zeros(2, dtype=torch.int64, device=f"cuda:{world.device.ordinal}")
-        chains = []
-        for tokens in (1, 3, 5, 8):
-            case = Case(config=config, uneven=tokens == 5, seed=tokens)
-            chain = Chain(exchange, bridge, [case.step(tokens + n, tokens) for n in range(4)])
-            graph = Graph.capture(bridge.stream, partial(chain.run, pairs))
-            chains.append((chain, graph, OnDevice(torch, bridge, chain)))
-        world.barrier()
-        for _ in range(num_steps // (pairs + 1)):
-            chain, graph, device = order.choice(chains)
-            if delays.random() < 0.2:
-                torch.cuda._sleep(delays.randrange(100_000))
-            device.forget()
-            graph.launch(bridge.stream)
-            wrong[0] += device.wrong_results()
-            received = device.dispatch()
-            wrong[1] += device.wrong_rows(received)
-            device.combine()
-        stream.synchronize()
-        agree(world, str(wrong.tolist()) if wrong.any() else None)
-        for _, graph, _ in chains:
-            graph.close()
-    bridge.close()
-
-
-class OnDevice:
-    """A chain's results and rows, and what they must be, as torch tensors of raw bits."""
-
-    def __init__(self, torch, bridge, chain):
-        self.torch, self.bridge, self.chain = torch, bridge, chain
-        exchange, rank = chain.exchange, chain.exchange.world.rank
-        self.results = [self.bits(array) for array in chain._results]
-        self.wanted = [self.bits(bridge.put(want)) for want in chain.expected()]
-        rows = chain.steps[0].expected_rows(rank)
-        self.live = torch.from_numpy(np.flatnonzero(rows.source >= 0)).to(self.results[0].device)
-        self.rows = {
-            name: self.bits(bridge.put(getattr(rows, name)))
-            for name in ("source", "ids", "weights", "x", "scales")
-        }
-        self.exchange = exchange
-
-    def bits(self, array):
-        kind = {1: "uint8", 2: "int16", 4: "int32"}[array.itemsize]
-        raw = dataclasses.replace(array, dtype=kind)
-        return self.torch.from_dlpack(raw)
-
-    def forget(self):
-        for result in self.results:
-            result.fill_(-1)
-
-    def wrong_results(self):
-        pairs = zip(self.results, self.wanted, strict=True)
-        return sum((got != want).sum() for got, want in pairs)
-
-    def dispatch(self):
-        return self.exchange.dispatch(*self.chain._inputs[0], self.bridge.stream)
-
-    def wrong_rows(self, received):
-        wrong = 0
-        for name, want in self.rows.items():
-            got = self.bits(getattr(received, name))
-            if name in ("x", "scales"):
-                wrong += (got[self.live] != want[self.live]).sum()
-            else:
-                wrong += (got != want).sum()
-        return wrong
-
-    def combine(self):
-        chain = self.chain
-        _, ids, _ = chain._inputs[0]
-        out = chain._results[0]
-        self.exchange.combine(
-            chain._partials, ids, chain._norm_weight, out=out, stream=self.bridge.stream
-        )
-
-
 def first_call_in_a_capture(world):
     """A graph captured before any eager call: everything was loaded when the exchange was made."""
     config = config_of(world, "kimi_k3", 8)
@@ -456,6 +347,8 @@ def nvshmem_elsewhere(world):
 CASES: dict[str, Any] = {
     "first_call_in_a_capture": first_call_in_a_capture,
     "long_run": long_run,
+    "consumers": consumers,
+    "neighbour": neighbour,
     "foreign_arrays": foreign_arrays,
     "steps": steps,
     "steps_k3": lambda world: steps(world, "kimi_k3"),

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from ep.config import EpConfig
+from ep.config import EpConfig, Protocol
 from ep.kernels import compile as compiler
 from ep.kernels.grid import combine_ctas, dispatch_ctas
-from ep.kernels.options import Fences, KernelOptions, Pdl
+from ep.kernels.options import Fences, KernelOptions, Pdl, Warm
 from ep.layout import EpLayout
 
 pytestmark = pytest.mark.skipif(
@@ -45,25 +45,27 @@ KERNELS = [
     (compiler.Kind.COMBINE, False),
     (compiler.Kind.COMBINE, True),
 ]
+FREE, FLAGS = Protocol
 
 
 @functools.cache
-def built(kind, norm, shape, arch, options="late"):
-    chosen = OPTIONS[options]
+def built(kind, norm, shape, arch, options="late", protocol=FREE):
     return compiler.build(
         kind,
-        EpLayout(SHAPES[shape]),
-        KernelOptions(pdl=chosen.pdl, fences=chosen.fences, norm=norm),
+        EpLayout(dataclasses.replace(SHAPES[shape], protocol=protocol)),
+        dataclasses.replace(OPTIONS[options], norm=norm),
         arch,
     )
 
 
 def every_kernel(*shapes):
     return pytest.mark.parametrize(
-        ("kind", "norm", "shape", "arch"),
+        ("kind", "norm", "shape", "arch", "protocol"),
         [
-            (*kernel, shape, arch)
-            for kernel, shape, arch in itertools.product(KERNELS, shapes, TARGETS)
+            (*kernel, shape, arch, protocol)
+            for kernel, shape, arch, protocol in itertools.product(
+                KERNELS, shapes, TARGETS, Protocol
+            )
         ],
     )
 
@@ -102,8 +104,8 @@ def ptxas():
 
 
 @every_kernel(*SHAPES)
-def test_compiles_without_local_memory(kind, norm, shape, arch):
-    image = built(kind, norm, shape, arch)
+def test_compiles_without_local_memory(kind, norm, shape, arch, protocol):
+    image = built(kind, norm, shape, arch, protocol=protocol)
     assert f".target {arch}" in image.ptx
     assert ".local" not in image.ptx
     used = resources(image.cubin)
@@ -119,10 +121,12 @@ def test_probes_compile(kind, arch):
 
 
 @every_kernel("k3_2", "k3_16", "gpt_oss_72")
-def test_ptxas_neither_spills_nor_refuses_an_instruction(kind, norm, shape, arch, tmp_path):
+def test_ptxas_neither_spills_nor_refuses_an_instruction(
+    kind, norm, shape, arch, protocol, tmp_path
+):
     if ptxas() is None:
         pytest.skip("the CUBIN was checked; ptxas itself is not here (nvidia-cuda-nvcc)")
-    image = built(kind, norm, shape, arch)
+    image = built(kind, norm, shape, arch, protocol=protocol)
     (tmp_path / "kernel.ptx").write_text(image.ptx)
     done = subprocess.run(
         [ptxas(), "-v", "-arch", arch, "kernel.ptx", "-o", "kernel.cubin"],
@@ -142,7 +146,66 @@ def accesses(ptx):
 
 @pytest.mark.parametrize("arch", TARGETS)
 def test_dispatch_accesses(arch):
-    found = accesses(built(compiler.Kind.DISPATCH, False, "k3_2", arch).ptx)
+    found = accesses(built(compiler.Kind.DISPATCH, False, "k3_2", arch, "off").ptx)
+    # To each of two ranks elements and choices; scales, heads and announcements by lane; and all
+    # ones once a chunk was read.
+    assert found["st.relaxed.sys.global.b128"] == 2 + 2 + 3 + 1
+    # Chunk, head and announcement.
+    assert found["ld.relaxed.sys.global.b128"] == 3
+    assert found["ld.global.v4.b32"] == 4
+    check_nothing_else_is_strong(found)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("norm", [False, True])
+def test_combine_accesses(norm, arch):
+    found = accesses(built(compiler.Kind.COMBINE, norm, "k3_2", arch, "off").ptx)
+    # To the slot, and all ones into each of two slots that were read.
+    assert found["st.relaxed.sys.global.b128"] == 1 + 2
+    assert found["ld.relaxed.sys.global.b128"] == 2
+    assert found["ld.global.v4.b32"] == 2 + norm
+    check_nothing_else_is_strong(found)
+
+
+def check_nothing_else_is_strong(found):
+    """Beside the chunks only the report of a wait that has expired."""
+    strong = {form for form in found if re.match(r"\w+\.(relaxed|acquire|release|acq_rel)", form)}
+    assert strong == {
+        "st.relaxed.sys.global.b128",
+        "ld.relaxed.sys.global.b128",
+        "ld.relaxed.gpu.global.b32",
+        "atom.relaxed.gpu.global.or.b32",
+        "atom.relaxed.gpu.global.exch.b32",
+        "st.release.sys.global.b32",
+    }
+    assert found["st.release.sys.global.b32"] == 1
+
+
+@pytest.mark.parametrize(("kind", "norm"), KERNELS)
+def test_nothing_fences_and_no_sender_waits_for_its_cta(kind, norm):
+    ptx = built(kind, norm, "k3_16", "sm_103a").ptx
+    assert "fence" not in ptx
+    assert "membar" not in ptx
+    # Combine: before a row is emptied, and in the norm.
+    barriers = 1 + norm if kind is compiler.Kind.COMBINE else 0
+    assert ptx.count("bar.sync") == barriers
+
+
+@pytest.mark.parametrize(("kind", "norm"), KERNELS)
+def test_stamps_cost_nothing_where_they_are_off(kind, norm):
+    plain = built(kind, norm, "k3_2", "sm_90a").ptx
+    stamped = compiler.build(
+        kind, EpLayout(K3), dataclasses.replace(OPTIONS["late"], norm=norm, stamps=True), "sm_90a"
+    ).ptx
+    # The report of an expired wait looks at the clock; nothing else does.
+    assert plain.count("%globaltimer") == 4
+    assert stamped.count("%globaltimer") >= 4 + 6
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_flag_dispatch_accesses(arch):
+    ptx = built(compiler.Kind.DISPATCH, False, "k3_2", arch, protocol=FLAGS).ptx
+    found = accesses(ptx)
     narrow_stores = found.pop("st.global.b32")
     assert found == {
         "ld.global.v4.b32": 2,
@@ -162,8 +225,8 @@ def test_dispatch_accesses(arch):
 
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("norm", [False, True])
-def test_combine_accesses(norm, arch):
-    found = accesses(built(compiler.Kind.COMBINE, norm, "k3_2", arch).ptx)
+def test_flag_combine_accesses(norm, arch):
+    found = accesses(built(compiler.Kind.COMBINE, norm, "k3_2", arch, protocol=FLAGS).ptx)
     assert found["ld.relaxed.sys.global.v4.b32"] == 2
     assert found["ld.global.v4.b32"] == 2 + norm
     # The slot, the scales, the header and the result.
@@ -173,9 +236,26 @@ def test_combine_accesses(norm, arch):
 
 
 @pytest.mark.parametrize(("kind", "norm"), KERNELS)
-def test_pdl_and_fences_are_what_the_options_say(kind, norm):
+def test_nothing_but_the_table_is_used_before_the_wait(kind, norm):
+    """What is touched before is dropped, and nothing is stored."""
+    for options in ("early", "late"):
+        ptx = built(kind, norm, "k3_2", "sm_90a", options).ptx
+        # Each half of the kernel has its own.
+        assert ptx.count("griddepcontrol.wait") == 2
+        for half in ptx.split("griddepcontrol.wait")[:-1]:
+            prologue = half[half.rindex("begin inline asm") - 4000 :]
+            assert "griddepcontrol.launch_dependents" not in prologue.split("bra")[-1]
+        first = ptx[: ptx.index("griddepcontrol.wait")]
+        used = set(re.findall(r"\b((?:ld|st|atom|red)\.[\w.]*global[\w.]*) ", first))
+        assert used <= {"ld.global.b64", "ld.volatile.global.b32"}
+    assert "griddepcontrol" not in built(kind, norm, "k3_2", "sm_90a", "off").ptx
+
+
+@pytest.mark.parametrize(("kind", "norm"), KERNELS)
+def test_flag_kernels_have_the_pdl_and_fences_of_the_options(kind, norm):
     late, off, early = (
-        built(kind, norm, "k3_2", "sm_90a", options).ptx for options in ("late", "off", "early")
+        built(kind, norm, "k3_2", "sm_90a", options, FLAGS).ptx
+        for options in ("late", "off", "early")
     )
     flag_poll = "ld.acquire.sys"
     assert "griddepcontrol" not in off
@@ -214,9 +294,14 @@ def test_rank_and_tokens_are_arguments_only():
         "eps",
         "rank",
         "num_tokens",
+        "num_senders",
+        "stamps",
     ]
     names = [name for name, _ in built(compiler.Kind.DISPATCH, False, "k3_2", "sm_90a").params]
-    assert names == ["table", "x", "ids", "weights", "record", "timeout_ns", "rank", "num_tokens"]
+    assert names == [
+        *("table", "x", "ids", "weights", "record", "timeout_ns"),
+        *("rank", "num_tokens", "num_senders", "stamps"),
+    ]
 
 
 def test_grids():
@@ -306,10 +391,13 @@ def test_key_tells_all_that_matters_apart():
         key(config, kind=compiler.Kind.COMBINE),
         key(config, pdl=Pdl.OFF),
         key(config, fences=Fences.THREAD),
+        key(config, warm=Warm.OFF),
+        key(config, stamps=True),
+        key(dataclasses.replace(K3, protocol=FLAGS)),
         key(config, norm=True),
         key(dataclasses.replace(K3, max_tokens=127)),
     }
-    assert len(keys) == 7
+    assert len(keys) == 10
     assert key(dataclasses.replace(K3, timeout_s=1.0)) == key(config)
 
 

@@ -56,7 +56,7 @@ def is_of(chunk: ptx.Vec4, step: Int64) -> Boolean:
 
 def take(addr: Int64) -> None:
     """Make a chunk of the own buffer empty again, after it was read."""
-    ptx.store_v4(addr, (Uint32(NOTHING),) * 4)
+    ptx.store_b128(addr, (Uint32(NOTHING),) * 4)
 
 
 @cute.jit
