@@ -21,6 +21,8 @@ MAX_TOP_K = 32
 MAX_TOKENS = 65535
 MAX_EXPERTS = 2**31 - 2
 """`experts` itself must be an int32 as ids are: it marks empty rows where all are local."""
+TUNING_FILE = "tuning.toml"
+"""What lies in `configs/` and is no shape."""
 SCALE_BLOCK = 32
 """Elements that share one MXFP8 scale (OCP Microscaling Formats 1.0)."""
 
@@ -146,7 +148,8 @@ class EpConfig:
     @staticmethod
     def available() -> tuple[str, ...]:
         """Names that `load` knows, sorted."""
-        return tuple(sorted(path.stem for path in _shapes_dir().glob("*.toml")))
+        files = configs_dir().glob("*.toml")
+        return tuple(sorted(path.stem for path in files if path.name != TUNING_FILE))
 
     def local_experts(self, rank: int) -> range:
         """Global ids of the experts that `rank` owns; a rank may own none.
@@ -213,7 +216,8 @@ def _as_int(field: str, value: object) -> int:
         raise ConfigError(field, value, "an integer") from None
 
 
-def _shapes_dir() -> Path:
+def configs_dir() -> Path:
+    """Folder of the data that is shipped."""
     here = Path(__file__).resolve().parent
     installed = here / "configs"
     # An editable install finds the folder at the top of the source tree.
@@ -225,7 +229,7 @@ def _read_shape(source: str | Path) -> dict[str, Any]:
         raise ConfigError("config", source, "a name, or the path of a .toml file")
     path = Path(source).expanduser()
     if path.suffix != ".toml":
-        path = _shapes_dir() / f"{source}.toml"
+        path = configs_dir() / f"{source}.toml"
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:

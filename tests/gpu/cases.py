@@ -19,6 +19,7 @@ from ep.kernels.options import Fences, KernelOptions, Pdl, Warm
 from ep.memory.cuda import driver
 from ep.routing import Routing
 from tests.gpu.common import agree, config_of, installed, where
+from tests.gpu.limits import limits
 from tests.gpu.long_runs import consumers, long_run, neighbour
 from tests.multirank.worker import AllOnesStep, OddStep, raises
 
@@ -349,6 +350,7 @@ CASES: dict[str, Any] = {
     "long_run": long_run,
     "consumers": consumers,
     "neighbour": neighbour,
+    "limits": limits,
     "foreign_arrays": foreign_arrays,
     "steps": steps,
     "steps_k3": lambda world: steps(world, "kimi_k3"),

@@ -134,6 +134,7 @@ def consumers(world, replays=20_000, pairs=5):
     with ep.Exchange(world, config) as exchange, torch.cuda.stream(stream):
         chain = Chain(exchange, bridge, [Case(config=config).step(n, 5) for n in range(4)])
         device = OnDevice(torch, bridge, chain)
+        assert exchange._engine is not None
         x = exchange._engine.buffers.own("x")
         seen = [bridge.put(np.zeros(x.shape, np.uint8)) for _ in range(pairs)]
         taken = [bridge.put(np.zeros((5, config.hidden), np.int16)) for _ in range(pairs)]

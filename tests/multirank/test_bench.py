@@ -80,3 +80,9 @@ def test_what_every_rank_meets_is_told_once():
     job = mpirun(4, "-m", "ep.bench", "--backend", "gpu", env={"CUDA_VISIBLE_DEVICES": ""})
     assert job.code == 1, job
     assert job.err.count("backend='gpu' cannot be had: ranks 0-3: ") == 1, job
+
+
+def test_the_host_has_no_breakdown(shape):
+    job = mpirun(2, "-m", "ep.bench", "--config", shape, "--backend", "host", "--breakdown")
+    assert job.code == 1, job
+    assert job.err.count("--breakdown is for GPUs") == 1, job

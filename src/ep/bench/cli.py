@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -117,6 +117,12 @@ def _count(text: str) -> int:
     help="On GPUs, several times: time these builds of the kernels in turn, each 'default' or "
     "like 'protocol=flags,fences=thread,pdl=late'.",
 )
+@click.option(
+    "--breakdown",
+    is_flag=True,
+    help="On GPUs: also say when the CTAs of the default build got how far, from a build with "
+    "time stamps.",
+)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of all data.")
 @click.option("--norm/--no-norm", default=True, show_default=True, help="RMSNorm in combine.")
 @click.option(
@@ -148,6 +154,7 @@ def command(
     pairs: int,
     share_gpus: bool | None,
     compare: tuple[str, ...],
+    breakdown: bool,
     seed: int,
     norm: bool,
     backend: str,
@@ -186,6 +193,7 @@ def command(
             warmup,
             eager=not graph,
             pairs=pairs,
+            breakdown=breakdown,
             variants=tuple(name.replace("default", "") for name in compare or ("",)),
         )
         code = run(world, plan, json_path)
@@ -203,8 +211,9 @@ def run(world: World, plan: Plan, json_path: Path | None = None) -> int:
     """
     try:
         world.agree_on(plan.facts(), "the benchmark's options")
+        plan.check(world.backend)
         # Before an hour of work, not after it.
-        problem = _obstacle(json_path) if world.rank == 0 and json_path is not None else None
+        problem = obstacle(json_path) if world.rank == 0 and json_path is not None else None
         world.agree(problem, "opening the file of --json")
         exchanges = [_open(world, plan.case.config, variant) for variant in plan.variants]
     except (CollectiveError, HeapError, ArgumentError) as error:
@@ -267,7 +276,7 @@ def _run_and_report(exchanges: Sequence[Exchange], plan: Plan, json_path: Path |
     return int(failed or problem is not None)
 
 
-def _obstacle(path: Path) -> OSError | None:
+def obstacle(path: Path) -> OSError | None:
     """Say why nothing can be appended to `path`."""
     try:
         with path.open("a"):
@@ -277,9 +286,14 @@ def _obstacle(path: Path) -> OSError | None:
 
 
 def main() -> None:
-    """Run the command; a mistake that every rank makes is told once."""
+    """Run the command."""
+    run_command(command, "python -m ep.bench")
+
+
+def run_command(command: click.Command, name: str) -> NoReturn:
+    """Run a command that every rank runs, and exit; a mistake that all make is told once."""
     try:
-        sys.exit(command.main(prog_name="python -m ep.bench", standalone_mode=False))
+        sys.exit(command.main(prog_name=name, standalone_mode=False))
     except click.ClickException as error:
         alike = isinstance(error, click.UsageError) or (
             isinstance(error.__cause__, EpError) and error.__cause__.on_every_rank

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from ep.bench.breakdown import Mark
     from ep.bench.cases import Step
     from ep.bench.sweep import Plan
     from ep.bench.timing import Floor, Timing
@@ -97,6 +98,8 @@ class Row:
         Of the machine; None on the host backend.
     variant : str
         Build of the kernels, as `KernelOptions.parse` reads it.
+    marks : tuple of Mark
+        Where the time went, on rank 0, of a build with stamps; empty if that was not asked for.
     """
 
     tokens: int
@@ -105,6 +108,7 @@ class Row:
     traffic: Traffic
     floor: Floor | None = None
     variant: str = ""
+    marks: tuple[Mark, ...] = ()
 
     @property
     def x_floor(self) -> float | None:
@@ -146,6 +150,7 @@ def to_json(row: Row, plan: Plan, world: World) -> dict[str, Any]:
         "check": row.check,
         **times,
         **gpu_facts(row, plan, world),
+        **breakdown(row),
         "sent_bytes": _rounded(dataclasses.asdict(row.traffic)),
         "host_cpus": os.cpu_count(),
         "versions": versions(),
@@ -170,6 +175,15 @@ def gpu_facts(row: Row, plan: Plan, world: World) -> dict[str, Any]:
         "floor_us": _rounded(dataclasses.asdict(row.floor) | {"pair": row.floor.pair}),
         "x_floor": None if row.x_floor is None else round(row.x_floor, 2),
     }
+
+
+def breakdown(row: Row) -> dict[str, Any]:
+    """Give the marks of a row, if it has any. Local."""
+    if not row.marks:
+        return {}
+    from ep.bench.breakdown import to_json as marks_to_json
+
+    return {"breakdown_us": marks_to_json(row.marks)}
 
 
 def mps_runs() -> bool:

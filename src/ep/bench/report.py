@@ -76,6 +76,12 @@ class Report:
         for line in self._head():
             console.print(line, soft_wrap=True, markup=False)
         console.print(table)
+        for row in self._rows:
+            if row.marks:
+                from ep.bench.breakdown import table as marks_table
+
+                console.print()
+                console.print(marks_table(row.tokens, row.marks))
         complaints = [words for row in self._rows for words in row.complaints]
         if complaints:
             sys.stdout.flush()

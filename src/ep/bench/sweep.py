@@ -11,6 +11,7 @@ from ep.bench.check import Complaint, run_checked_step
 from ep.bench.record import Row, gather_traffic
 from ep.bench.timing import Timing, gather, time_host
 from ep.bootstrap import Backend
+from ep.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from ep.exchange import Exchange
 
 PHASES = ("checking", "timing", "checking again")
+BREAKDOWNS = 100
+"""Replays with stamps, of which the medians count."""
 NUM_INPUTS = 4
 """Steps whose inputs the timed ones use in turn: one draw of a routing may be lucky."""
 
@@ -43,6 +46,8 @@ class Plan:
         Steps in a graph.
     variants : tuple of str
         Protocols and builds of the kernels to compare, as `--compare` takes them; "": the default.
+    breakdown : bool
+        On GPUs: also run a build with stamps, to see where the time goes.
     """
 
     shape: str
@@ -53,12 +58,18 @@ class Plan:
     eager: bool = False
     pairs: int = 20
     variants: tuple[str, ...] = ("",)
+    breakdown: bool = False
 
     def mode(self, backend: Backend) -> Literal["host", "eager", "graph"]:
         """How steps are timed."""
         if backend is Backend.HOST:
             return "host"
         return "eager" if self.eager else "graph"
+
+    def check(self, backend: Backend) -> None:
+        """Raise `ArgumentError` for what `backend` has not."""
+        if self.breakdown and backend is Backend.HOST:
+            raise ArgumentError("--breakdown is for GPUs; leave it out on the host backend")
 
     def facts(self) -> dict[str, Any]:
         """Give what must be the same on every rank; the config is the exchange's to compare."""
@@ -74,6 +85,7 @@ class Plan:
             "eager": self.eager,
             "pairs": self.pairs,
             "variants": self.variants,
+            "breakdown": self.breakdown,
         }
 
 
@@ -134,10 +146,16 @@ class Sweep:
             complaints = [self._say(chain.complaint()) for chain in chains]
             if not any(complaints):
                 complaints = self._check(num_tokens)
-        return [
+        rows = [
             Row(num_tokens, said, timing, traffic, self._floor, variant)
             for said, timing, variant in zip(complaints, timings, plan.variants, strict=True)
         ]
+        if plan.breakdown and not any(complaints):
+            from ep.bench.breakdown import measure
+
+            marks = measure(self._world, plan.case.config, plan.case, num_tokens, BREAKDOWNS)
+            rows[0] = dataclasses.replace(rows[0], marks=tuple(marks))
+        return rows
 
     def _time(self, chains: Sequence[Chain]) -> list[dict[str, Any]]:
         plan = self._plan

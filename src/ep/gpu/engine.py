@@ -10,18 +10,21 @@ import numpy as np
 from ep.arguments import BF16
 from ep.buffers import EpBuffers
 from ep.config import Protocol
-from ep.errors import StateError
+from ep.errors import ConfigError, StateError
 from ep.gpu.arrays import device_array, stream_handle
 from ep.kernels.compile import Kind, Launcher, get_image
-from ep.kernels.grid import combine_ctas, combine_grid, dispatch_ctas, dispatch_grid
+from ep.kernels.grid import Grid, combine_ctas, combine_grid, dispatch_ctas, dispatch_grid
 from ep.kernels.options import KernelOptions, Pdl
+from ep.kernels.tuning import PerSm, Tuning, load_table
 from ep.layout import EMPTY_SOURCE, NOTHING
 from ep.memory import cuda
 from ep.memory.local import LocalMemory
 from ep.memory.nvshmem import NvshmemMemory
-from ep.record import RECORD_WORDS, HangRecord, Word
+from ep.record import RECORD_WORDS, STAMPS, HangRecord, Word
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy.typing as npt
 
     from ep.bootstrap import World
@@ -51,6 +54,9 @@ class GpuEngine:
         self._timeout_ns = int(layout.config.timeout_s * 1e9)
         if options is None:
             options = KernelOptions(pdl=Pdl.LATE if world.shares_gpus else Pdl.EARLY)
+        self._tuning = _read_tuning(world)
+        self._imposed: Mapping[Kind, PerSm] | None = None
+        self._sms = self._device.num_sms / world.ranks_on_gpu
         self._launch = _load_kernels(world, layout, options)
         # Ranks that share a GPU must all fit on it at once, and know nothing of each other.
         self._resident = {
@@ -65,6 +71,9 @@ class GpuEngine:
         self._record = cuda.PinnedWords(RECORD_WORDS)
         self._table = cuda.allocate(8 * len(memory.addresses))
         cuda.upload(self._table, np.array(memory.addresses, np.int64))
+        self._stamped: dict[Kind, cuda.DeviceArray] = {}
+        if options.stamps:
+            self._stamped = self._make_stamps()
         self._arm()
         self._shares_context = world.is_one_process and world.shares_gpus
         self._last_stream: int | None = None
@@ -169,6 +178,46 @@ class GpuEngine:
         if not _is_capturing(stream):
             cuda.driver("EventRecord", self._ended, stream)
 
+    def impose(self, choice: Mapping[Kind, PerSm] | None) -> None:
+        """Use these limits of the grids from the next call on; None: those of the tuning table.
+
+        For `ep.tune` alone. A grid is an argument of a launch, so that nothing is compiled anew; a
+        captured graph keeps the grids it was captured with. Right results do not depend on it.
+        """
+        self._imposed = choice
+
+    def per_sm(self, kind: Kind, tokens: int) -> PerSm:
+        """Limits that a launch with `tokens` tokens has."""
+        if self._imposed is not None:
+            return self._imposed[kind]
+        return self._tuning.find(kind, tokens)
+
+    def grid(self, kind: Kind, tokens: int, *, norm: bool) -> Grid:
+        """Grid of a launch of the fence-free protocol; `norm` says nothing to dispatch."""
+        limits = self.per_sm(kind, tokens).limits(self._sms)
+        if kind is Kind.DISPATCH:
+            return dispatch_grid(self._config, tokens, self._resident[kind, False], limits)
+        return combine_grid(self._config, tokens, self._resident[kind, norm], limits)
+
+    def take_stamps(self, kind: Kind, stream: int) -> npt.NDArray[np.uint64]:
+        """Stamps of the last launch of a kernel built with them, in ns, `[CTAs, STAMPS]`.
+
+        Waits for `stream`. A stamp that no CTA has come to since the last call is 0.
+        """
+        stamped = self._stamped[kind]
+        array: npt.NDArray[np.uint64] = stamped.numpy(stream).view(np.uint64)
+        cuda.fill(stamped.address, array.nbytes, 0, stream)
+        return array
+
+    def _make_stamps(self) -> dict[Kind, cuda.DeviceArray]:
+        shapes = {kind: self._resident[kind, False] for kind in (Kind.DISPATCH, Kind.COMBINE)}
+        made = {}
+        for kind, ctas in shapes.items():
+            more = max(ctas, self._resident[kind, kind is Kind.COMBINE])
+            made[kind] = cuda.DeviceArray.empty((more, STAMPS * 2), "uint32", self._device.ordinal)
+            cuda.fill(made[kind].address, more * STAMPS * 8, 0, 0)
+        return made
+
     def finish(self) -> None:
         """Wait for all work of this rank's GPU."""
         self._device.use()
@@ -186,16 +235,19 @@ class GpuEngine:
         """Arguments that the protocol's kernel takes more than the other's, and CTAs."""
         if not self._is_fence_free:
             return (), dispatch_ctas(tokens)
-        grid = dispatch_grid(self._config, tokens, self._resident[Kind.DISPATCH, False])
-        return (grid.senders,), grid.ctas
+        grid = self.grid(Kind.DISPATCH, tokens, norm=False)
+        return (grid.senders, self._stamps(Kind.DISPATCH)), grid.ctas
 
     def _combine_grid(self, tokens: int, *, norm: bool) -> tuple[tuple[int, ...], int]:
         """The same for combine."""
-        resident = self._resident[Kind.COMBINE, norm]
         if not self._is_fence_free:
-            return (), combine_ctas(self._config, tokens, resident)
-        grid = combine_grid(self._config, tokens, resident)
-        return (grid.senders,), grid.ctas
+            return (), combine_ctas(self._config, tokens, self._resident[Kind.COMBINE, norm])
+        grid = self.grid(Kind.COMBINE, tokens, norm=norm)
+        return (grid.senders, self._stamps(Kind.COMBINE)), grid.ctas
+
+    def _stamps(self, kind: Kind) -> int:
+        """Where a kernel built with stamps puts them; nowhere for others."""
+        return self._stamped[kind].address if self._stamped else 0
 
     def _arm(self) -> None:
         """Make every row and what announces itself empty; the memory is all zeros."""
@@ -213,6 +265,19 @@ class GpuEngine:
 
         (status,) = driver.cuEventQuery(self._ended)
         return bool(status == driver.CUresult.CUDA_SUCCESS)
+
+
+def _read_tuning(world: World) -> Tuning:
+    """Read the table's entry for this architecture; a rank that cannot fails on every rank."""
+    assert world.device is not None
+    tuning = Tuning()
+    error: ConfigError | None = None
+    try:
+        tuning = load_table().get(world.device.arch, tuning)
+    except ConfigError as problem:
+        error = problem
+    world.agree(error, "reading the tuning table")
+    return tuning
 
 
 def _load_kernels(

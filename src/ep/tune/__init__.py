@@ -1,0 +1,1 @@
+"""`python -m ep.tune`: measure which grids of the kernels are fast, and write the table of them."""

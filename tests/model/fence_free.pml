@@ -1,0 +1,251 @@
+/*
+ * Synchronization of the fence-free protocol: N ranks dispatch and combine for ever.
+ *
+ * A rank is a stream of kernels. Its senders never wait: they make their stores in one step at any
+ * time in the kernel, as a store may be in flight for long anyway. Its receivers and reducers are
+ * threads that each poll, act once and leave; the kernel ends when all have left, and only then
+ * the next one starts. What a thread stores in the memory of its own rank is there at once: only
+ * the kernels after it look at that, so a late store is no more than a late thread. What it stores
+ * in another rank's memory is in flight until a `link` lands it, in any order and however late:
+ * nothing waits for it but the threads that poll there, and the end of a kernel lands nothing.
+ *
+ * A thread polls several places with one load each. All that it waits for stays as it is until
+ * the thread has left, which is asserted, so that looking at them in one step is no restriction.
+ *
+ * Every store carries its step, modulo STEPS: `launch_dispatch` asserts that no rank is two steps
+ * ahead of another, a store that nothing is in flight to its place, and the end of a kernel that
+ * all of its step has arrived and was taken. So 2 is enough, and 4 tells more about what is wrong.
+ * Left out: a rank's own rows and partials, which no other rank sees, and waits that time out.
+ *
+ *   N         ranks, 2 or 3
+ *   TOKENS    most tokens of a rank, 1 or 2: any T from 0 on, each to any set of the other ranks,
+ *             chosen anew in each step
+ *   MOST      the same for the ranks but 0, if that is fewer
+ *   PARTS     chunks of a slot, 1 or 2; a row has two: its head, and a tail for all others
+ *   STEPS     4, or 2 for less to remember
+ *   AT_ONCE   stores land at once. A place is read by threads that wait for it, and what they wait
+ *             for stays, so that they may be late instead of the stores. A store that no thread
+ *             waits for is found when the kernel ends. (A thread that takes what it should not
+ *             while only a part of a step has landed is found with links alone.)
+ *   WATCHED   the rank whose steps are progress
+ *
+ * Variants that hold, too: NO_PARITY with COMBINE_WAITS (one half of everything, but combine tells
+ * every rank that it runs, and waits for all), ROWS_UNTOLD (a row that has arrived is taken before
+ * its source's announcement: one thread for each source waits for that), TAIL_SUFFICES (a thread
+ * that has its part of the tail does not wait for the head), EMPTIED_HEADS (a head bears no step
+ * and is emptied like the tail, but only after all threads of its row have looked at it),
+ * ANNOUNCED_EARLY (combine announces the next step, as if T were known then; a rank may be two
+ * steps ahead, which needs STEPS=4).
+ * BUG is one of those below: each breaks one rule.
+ */
+#ifndef BUG
+#define BUG 0
+#endif
+#define BUG_ABSENT_UNSEEN 1 /* a thread of the tail does not look at the head */
+#define BUG_ABSENT_UNSENT 2 /* a token's head goes to the chosen ranks alone */
+#define BUG_ANNOUNCEMENT_TORN 3 /* two stores: the epoch may land before T */
+#define BUG_ANNOUNCEMENT_UNDATED 4 /* whatever was announced is taken */
+#define BUG_COUNTED_NEVER 5 /* combine does not store its epoch, so all are 1 */
+#define BUG_COUNTED_ONCE 6 /* one control word: late threads find it counted up by their kernel */
+#define BUG_COUNTED_TWICE 7 /* both kernels count up, so that the parity stays */
+#define BUG_HEAD_EARLY 8 /* EMPTIED_HEADS, but not after all threads have looked */
+#define BUG_HEAD_SUFFICES 9 /* the tail is taken when the head has arrived */
+#define BUG_HEAD_UNDATED 10 /* any head is taken: the one of two steps ago is still there */
+#define BUG_IDLE_RECEIVES_NOT 11 /* a rank without tokens announces and leaves */
+#define BUG_IDLE_SILENT 12 /* a rank without tokens announces nothing */
+#define BUG_IDLE_UNAWAITED 13 /* rank 0 alone has tokens, and so does not wait for the others */
+#define BUG_ONE_ANNOUNCEMENT 14 /* without parity */
+#define BUG_ONE_STAGING 15 /* without parity */
+#define BUG_OVERLAP_COMBINE 16 /* combine starts before dispatch's threads have left */
+#define BUG_OVERLAP_DISPATCH 17 /* the next dispatch starts before combine's threads have left */
+#define BUG_ROW_KEPT 18 /* combine does not make a row empty */
+#define BUG_SLOT_KEPT 19 /* a slot is not emptied */
+#define BUG_SLOT_LATE 20 /* it is emptied by the next dispatch, beside its announcement */
+#define BUG_SLOT_UNAWAITED 21 /* a reducer does not wait for a token's last rank */
+#define BUG_TAIL_KEPT 22 /* a tail is not emptied */
+#define BUG_TAIL_LATE 23 /* it is emptied by the next dispatch, which uses the other half */
+#if BUG == BUG_HEAD_EARLY
+#define EMPTIED_HEADS
+#endif
+#if BUG == BUG_IDLE_UNAWAITED
+#undef MOST
+#define MOST 0
+#endif
+#ifndef MOST
+#define MOST TOKENS
+#endif
+#ifndef PARTS
+#define PARTS 1
+#endif
+
+#define AT(owner, peer) ((owner) * N + (peer))
+#define CELL(owner, peer, token) (AT(owner, peer) * TOKENS + (token))
+#define HALF_AT(half, owner, peer) ((half) * N * N + AT(owner, peer))
+#define HALF_CELL(half, owner, peer, token) ((half) * N * N * TOKENS + CELL(owner, peer, token))
+#define PART(owner, peer, token, part) (CELL(owner, peer, token) * PARTS + (part))
+
+/*
+ * Memory of the owner, written by the peer: step + 1, or 0 for empty. Heads and announcements are
+ * notes: many threads read them and none empties them, so they have an epoch + 1 and what they say,
+ * LIVE (or nothing: the token has no expert here) and T.
+ */
+#define NOTE(epoch, what) (((what) << 3) | ((epoch) + 1))
+#define IS_OF(note, epoch) (((note) & 7) == (epoch) + 1)
+#define SAYS(note) ((note) >> 3)
+#define LIVE 1
+/* An epoch that nobody looks for. The real ones do not come round, so when a dispatch has ended all
+ * that it could take is that. */
+#define OLD 7
+#define FORGET(note) WHEN(!IS_OF(note, SUCCESSOR(epoch)), note = OLD)
+#if BUG || defined(EMPTIED_HEADS)
+#define AT_FIRST 0
+#else
+#define AT_FIRST OLD /* to have fewer states */
+#endif
+byte head[2 * N * N * TOKENS] = AT_FIRST, announcement[2 * N * N] = AT_FIRST;
+byte tail[2 * N * N * TOKENS], slot[N * N * TOKENS * PARTS];
+#ifndef AT_ONCE
+/* In flight there. */
+byte head_sent[2 * N * N * TOKENS], tail_sent[2 * N * N * TOKENS];
+byte slot_sent[N * N * TOKENS * PARTS], announcement_sent[2 * N * N];
+#if BUG == BUG_ANNOUNCEMENT_TORN
+bit is_torn[2 * N * N];
+#endif
+#endif
+#ifdef COMBINE_WAITS
+byte running[N * N], running_sent[N * N];
+bit run_awaited[N * N];
+#endif
+
+/* What the owner's kernels alone touch: a clean row, as its elements and its source word. */
+byte row[N * N * TOKENS], source[N * N * TOKENS], counts[N * N];
+byte dispatched[N], combined[N];
+
+/* A rank's step and the arguments of its next kernel. */
+byte step[N], tokens[N], dests[N * TOKENS];
+bit is_ahead[N];
+/* Threads that have not left: of each row (bits), of each source, and of each token's parts. */
+#define POLLS_HEAD 1
+#define POLLS_TAIL 2
+#define HOLDS_HEAD 4
+#ifdef EMPTIED_HEADS
+#define ALL_THREADS 7
+#else
+#define ALL_THREADS 3
+#endif
+byte row_threads[N * N * TOKENS], slots_awaited[N * TOKENS * PARTS];
+#ifdef ROWS_UNTOLD
+bit source_thread[N * N];
+#define START_SOURCE(at) source_thread[at] = 1; dispatch_left[r]++
+#define KEEP_COUNT(token) skip
+#else
+#define START_SOURCE(at) skip
+#define KEEP_COUNT(token) WHEN((token) == 0, counts[AT(d, s)] = SAID_TOKENS)
+#endif
+byte dispatch_left[N], combine_left[N];
+
+hidden byte i, j, k, value;
+
+#ifndef STEPS
+#define STEPS 4
+#endif
+#define SUCCESSOR(number) (((number) + 1) % STEPS)
+/* The epoch as a thread of dispatch reads it. */
+#if BUG == BUG_COUNTED_ONCE
+#define EPOCH(rank) SUCCESSOR(dispatched[rank])
+#else
+#define EPOCH(rank) SUCCESSOR(combined[rank])
+#endif
+#ifdef NO_PARITY
+#define STAGING_HALF(epoch) 0
+#define ANNOUNCED_HALF(epoch) 0
+#else
+#define STAGING_HALF(epoch) (BUG == BUG_ONE_STAGING -> 0 : (epoch) % 2)
+#define ANNOUNCED_HALF(epoch) (BUG == BUG_ONE_ANNOUNCEMENT -> 0 : (epoch) % 2)
+#endif
+
+#define WHEN(condition, action) if :: condition -> action :: else fi
+/* A d_step must not end in a loop: hence the last assignment. */
+#define EACH_RANK(...) for (i : 0 .. N - 1) { __VA_ARGS__ } i = 0
+#define EACH_ROW(...) EACH_RANK(for (j : 0 .. TOKENS - 1) { __VA_ARGS__ })
+#define EACH_PART(...) for (k : 0 .. PARTS - 1) { __VA_ARGS__ }
+#if N == 2
+#define ALL_RANKS(holds) (holds(0) && holds(1))
+#else
+#define ALL_RANKS(holds) (holds(0) && holds(1) && holds(2))
+#endif
+#define IS_AHEAD(rank) is_ahead[rank]
+
+/* Nothing is overwritten before it was read and emptied: not even unseen. */
+#define PUT(place, at, what) assert(place[at] == 0); place[at] = what
+/* No note is overwritten that the running dispatch waits for or reads. */
+#define USES_HEADS(half, d) (STAGING_HALF(EPOCH(d)) == half)
+#define USES_ANNOUNCEMENTS(half, d) (ANNOUNCED_HALF(EPOCH(d)) == half)
+#define TELL(place, at, note, uses, half, d) \
+    assert(dispatch_left[d] == 0 || !uses(half, d) || IS_OF(note, EPOCH(d))); \
+    place[at] = note
+#ifdef AT_ONCE
+#define STORE(place, sent, at, what) PUT(place, at, what)
+#define STORE_NOTE(place, sent, at, note, uses, half, d) TELL(place, at, note, uses, half, d)
+#define IS_IN_FLIGHT(sent, at) false
+#else
+#define STORE(place, sent, at, what) assert(sent[at] == 0); sent[at] = what
+#define STORE_NOTE(place, sent, at, note, uses, half, d) STORE(place, sent, at, note)
+#define IS_IN_FLIGHT(sent, at) (sent[at] != 0)
+#endif
+
+#include "fence_free_kernels.pml"
+
+#ifndef AT_ONCE
+#define LAND(place, sent, at) \
+    :: d_step { sent[at] -> PUT(place, at, sent[at]); sent[at] = 0 }
+#define LAND_NOTE(place, sent, at, uses, half) \
+    :: d_step { sent[at] -> TELL(place, at, sent[at], uses, half, d); sent[at] = 0 }
+#if BUG == BUG_ANNOUNCEMENT_TORN
+#define TORN(half) is_torn[HALF_AT(half, d, s)]
+#define WHOLE(half) announcement_sent[HALF_AT(half, d, s)]
+#define PIECE(half) (NOTE(0, SAYS(announcement[HALF_AT(half, d, s)])) - 1 + (WHOLE(half) & 7))
+#define LAND_ANNOUNCEMENT(half) \
+    :: d_step { WHOLE(half) && !TORN(half) -> TORN(half) = 1; \
+            TELL(announcement, HALF_AT(half, d, s), PIECE(half), USES_ANNOUNCEMENTS, half, d) } \
+    :: d_step { TORN(half) -> TORN(half) = 0; \
+            TELL(announcement, HALF_AT(half, d, s), WHOLE(half), USES_ANNOUNCEMENTS, half, d); \
+            WHOLE(half) = 0 }
+#else
+#define LAND_ANNOUNCEMENT(half) \
+    LAND_NOTE(announcement, announcement_sent, HALF_AT(half, d, s), USES_ANNOUNCEMENTS, half)
+#endif
+#define LAND_ROW(half, token) \
+    LAND_NOTE(head, head_sent, HALF_CELL(half, d, s, token), USES_HEADS, half) \
+    LAND(tail, tail_sent, HALF_CELL(half, d, s, token))
+#if TOKENS == 2
+#define LAND_HALF(half) LAND_ANNOUNCEMENT(half) LAND_ROW(half, 0) LAND_ROW(half, 1)
+#else
+#define LAND_HALF(half) LAND_ANNOUNCEMENT(half) LAND_ROW(half, 0)
+#endif
+
+/* What rank s stores in memory of rank d. */
+active [N * N] proctype link() {
+    byte d = (_pid - 2 * N - N * N) / N, s = (_pid - 2 * N - N * N) % N;
+
+    do
+    LAND_HALF(0)
+#ifndef NO_PARITY
+    LAND_HALF(1)
+#endif
+    LAND(slot, slot_sent, PART(d, s, 0, 0))
+#if PARTS == 2
+    LAND(slot, slot_sent, PART(d, s, 0, 1))
+#endif
+#if TOKENS == 2
+    LAND(slot, slot_sent, PART(d, s, 1, 0))
+#if PARTS == 2
+    LAND(slot, slot_sent, PART(d, s, 1, 1))
+#endif
+#endif
+#ifdef COMBINE_WAITS
+    LAND(running, running_sent, AT(d, s))
+#endif
+    od
+}
+#endif

@@ -1,0 +1,111 @@
+"""The fence-free protocol, checked by Spin over every interleaving; no rule of it can go."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.model.spin import (
+    ASSERTION,
+    DEADLOCK,
+    assert_all_reached,
+    assert_holds,
+    bugs_of,
+    num_errors,
+    num_states,
+    search,
+)
+
+pytestmark = [
+    pytest.mark.proof,
+    pytest.mark.skipif(shutil.which("spin") is None, reason="needs spin, a Debian package"),
+]
+
+MODEL = Path(__file__).with_name("fence_free.pml")
+KERNELS = Path(__file__).with_name("fence_free_kernels.pml")
+
+# Macros, and the fewest states of which a search would be believable.
+CLEAN = [
+    ("N=2 TOKENS=1 PARTS=2", 10_000),
+    ("N=2 TOKENS=2 MOST=1", 100_000),
+    ("N=2 TOKENS=2 STEPS=2", 200_000),
+    ("N=3 TOKENS=1 MOST=0 STEPS=2", 500_000),
+    ("N=3 TOKENS=1 STEPS=2 AT_ONCE", 1_000_000),
+    ("N=2 TOKENS=1 NO_PARITY COMBINE_WAITS", 5_000),
+    ("N=3 TOKENS=1 NO_PARITY COMBINE_WAITS STEPS=2 AT_ONCE", 500_000),
+    ("N=2 TOKENS=1 ROWS_UNTOLD", 10_000),
+    ("N=2 TOKENS=2 MOST=1 TAIL_SUFFICES STEPS=2", 50_000),
+    ("N=2 TOKENS=2 MOST=1 EMPTIED_HEADS STEPS=2", 50_000),
+    ("N=2 TOKENS=1 ANNOUNCED_EARLY", 5_000),
+]
+EITHER = "pan:1: "
+BUGS = {
+    "BUG_ABSENT_UNSEEN": DEADLOCK,
+    "BUG_ABSENT_UNSENT": DEADLOCK,
+    "BUG_ANNOUNCEMENT_TORN": EITHER,
+    "BUG_ANNOUNCEMENT_UNDATED": ASSERTION,
+    "BUG_COUNTED_NEVER": ASSERTION,
+    "BUG_COUNTED_ONCE": EITHER,
+    "BUG_COUNTED_TWICE": ASSERTION,
+    "BUG_HEAD_EARLY": DEADLOCK,
+    "BUG_HEAD_SUFFICES": ASSERTION,
+    "BUG_HEAD_UNDATED": ASSERTION,
+    "BUG_IDLE_RECEIVES_NOT": ASSERTION,
+    "BUG_IDLE_SILENT": DEADLOCK,
+    "BUG_IDLE_UNAWAITED": ASSERTION,
+    "BUG_ONE_ANNOUNCEMENT": ASSERTION,
+    "BUG_ONE_STAGING": ASSERTION,
+    "BUG_OVERLAP_COMBINE": ASSERTION,
+    "BUG_OVERLAP_DISPATCH": ASSERTION,
+    "BUG_ROW_KEPT": ASSERTION,
+    "BUG_SLOT_KEPT": ASSERTION,
+    "BUG_SLOT_LATE": DEADLOCK,
+    "BUG_SLOT_UNAWAITED": ASSERTION,
+    "BUG_TAIL_KEPT": ASSERTION,
+    "BUG_TAIL_LATE": DEADLOCK,
+}
+# Wrong only while a part of what a rank has sent has landed.
+NEED_LINKS = {"BUG_ANNOUNCEMENT_TORN", "BUG_HEAD_SUFFICES", "BUG_HEAD_UNDATED"}
+
+
+@pytest.mark.parametrize(("macros", "least"), CLEAN)
+def test_it_holds(macros, least, tmp_path):
+    out = search(MODEL, tmp_path, macros)
+    print(f"{macros}: {num_states(out)} states")
+    assert_holds(out, least)
+    assert_all_reached(out)
+
+
+def test_one_half_is_not_enough_where_combine_waits_for_slots_alone(tmp_path):
+    out = search(MODEL, tmp_path, "N=2 TOKENS=1 NO_PARITY", level="-O0")
+    assert num_errors(out) == 1, out
+
+
+def test_a_rank_goes_on(tmp_path):
+    macros = "N=2 TOKENS=2 MOST=1 STEPS=2 WATCHED=0"
+    out = search(MODEL, tmp_path, macros, "NP", ["-l"])
+    print(f"{macros}: {num_states(out)} states")
+    assert_holds(out, least=50_000)
+
+
+def test_a_rank_that_does_not_go_on_is_found(tmp_path):
+    out = search(MODEL, tmp_path, "N=2 TOKENS=2 STEPS=2 WATCHED=2", "NP", ["-l"], "-O0")
+    assert "non-progress cycle" in out, out
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug, tmp_path):
+    out = search(MODEL, tmp_path, f"N=2 TOKENS=1 BUG={bug}", level="-O0")  # found at once
+    assert num_errors(out) == 1, out
+    assert BUGS[bug] in out, out
+
+
+@pytest.mark.parametrize("bug", sorted(set(BUGS) - NEED_LINKS))
+def test_a_planted_bug_is_found_with_three_ranks(bug, tmp_path):
+    out = search(MODEL, tmp_path, f"N=3 TOKENS=1 AT_ONCE BUG={bug}", level="-O0")
+    assert num_errors(out) == 1, out
+    assert BUGS[bug] in out, out
+
+
+def test_every_bug_of_the_model_is_planted():
+    assert bugs_of(MODEL, KERNELS) == set(BUGS)
