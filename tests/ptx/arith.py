@@ -162,5 +162,31 @@ def ballot(holds: Any) -> Any:
     return np.repeat(packed.view(U32).ravel(), WARP)
 
 
+def match_any(value: Any) -> Any:
+    rows = value.reshape(-1, WARP)
+    same = np.packbits(rows[:, :, None] == rows[:, None, :], axis=2, bitorder="little")
+    return same.view(U32).ravel()
+
+
 def redux(operation: np.ufunc, value: Any) -> Any:
     return np.repeat(operation.reduce(value.reshape(-1, WARP), axis=1), WARP)
+
+
+def prmt(low: Any, high: Any, selector: Any) -> Any:
+    """Bytes of `high:low` picked by the four nibbles of `selector`; the sign mode is not used."""
+    both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
+    picked = np.zeros_like(low)
+    for place in range(4):
+        nibble = (selector >> np.uint32(4 * place)) & np.uint32(0xF)
+        if np.any(nibble > 7):
+            raise NotImplementedError("prmt that spreads a sign")
+        byte = (both >> (np.uint64(8) * nibble.astype(np.uint64))) & np.uint64(0xFF)
+        picked = picked | (byte.astype(np.uint32) << np.uint32(8 * place))
+    return picked
+
+
+def dp2a_lo(halves: Any, factors: Any, addend: Any) -> Any:
+    """Both halves of `halves` times the two low bytes of `factors`, and `addend`."""
+    low = (halves & np.uint32(0xFFFF)) * (factors & np.uint32(0xFF))
+    high = (halves >> np.uint32(16)) * ((factors >> np.uint32(8)) & np.uint32(0xFF))
+    return low + high + addend

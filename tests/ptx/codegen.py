@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.ptx import arith
+from tests.ptx.accesses import form_of
+from tests.ptx.late import Needs, needs_of
 from tests.ptx.parse import Instr, Parsed, Segment, UnknownPtx, is_access, parse
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ PURE: dict[str, tuple[str, str, str]] = {
     "mov.u32": ("u32", "u32", "{0}"),
     "mov.u64": ("u64", "u64", "{0}"),
     "not.pred": ("pred", "pred", "~{0}"),
+    "not.b32": ("u32", "u32", "~{0}"),
+    "not.b64": ("u64", "u64", "~{0}"),
     "and.pred": ("pred", "pred pred", "{0} & {1}"),
     "or.pred": ("pred", "pred pred", "{0} | {1}"),
     "mov.pred": ("pred", "pred", "{0}"),
@@ -59,7 +63,11 @@ PURE: dict[str, tuple[str, str, str]] = {
     "mul.hi.u64": ("u64", "u64 u64", "arith.mul_hi_u64({0}, {1})"),
     "min.s32": ("s32", "s32 s32", "np.minimum({0}, {1})"),
     "max.s32": ("s32", "s32 s32", "np.maximum({0}, {1})"),
+    "min.u32": ("u32", "u32 u32", "np.minimum({0}, {1})"),
     "max.u32": ("u32", "u32 u32", "np.maximum({0}, {1})"),
+    "shr.s32": ("s32", "s32 u32", "{0} >> np.minimum({1}, 31).astype(np.int32)"),
+    "prmt.b32": ("u32", "u32 u32 u32", "arith.prmt({0}, {1}, {2})"),
+    "dp2a.lo.u32.u32": ("u32", "u32 u32 u32", "arith.dp2a_lo({0}, {1}, {2})"),
     "brev.b32": ("u32", "u32", "arith.brev({0})"),
     "bfind.shiftamt.u32": ("u32", "u32", "arith.bfind_shiftamt({0})"),
     "neg.f32": ("u32", "u32", "{0} ^ np.uint32(0x80000000)"),
@@ -72,6 +80,7 @@ PURE: dict[str, tuple[str, str, str]] = {
     "max.bf16x2": ("u32", "u32 u32", "arith.max_bf16x2({0}, {1})"),
     "cvt.rn.bf16x2.f32": ("u32", "f32 f32", "arith.cvt_bf16x2({0}, {1})"),
     "cvt.rn.satfinite.e4m3x2.f32": ("u16", "f32 f32", "arith.cvt_e4m3x2({0}, {1})"),
+    "match.any.sync.b32": ("u32", "u32", "arith.match_any({0})"),
     "vote.sync.all.pred": ("pred", "pred", "arith.vote_all({0})"),
     "vote.sync.ballot.b32": ("u32", "pred", "arith.ballot({0})"),
     "redux.sync.or.b32": ("u32", "u32", "arith.redux(np.bitwise_or, {0})"),
@@ -87,7 +96,7 @@ for _width in (16, 32, 64):
     for _left in (True, False):
         _name = f"shl.b{_width}" if _left else f"shr.u{_width}"
         PURE[_name] = (f"u{_width}", f"u{_width} u32", f"arith.shift({{0}}, {{1}}, left={_left})")
-for _width in (32, 64):
+for _width in (16, 32, 64):
     for _name, _sign in (("and", "&"), ("or", "|"), ("xor", "^")):
         PURE[f"{_name}.b{_width}"] = (
             f"u{_width}",
@@ -102,12 +111,7 @@ for _width in (32, 64):
                 f"{_kind} {_kind}",
                 f"{{0}} {_sign} {{1}}",
             )
-_WARP_TAIL = {"vote": ("-1",), "redu": ("-1",), "shfl": ("31", "-1")}
-_MEMORY = re.compile(
-    r"(?P<what>ld|st|atom|red)(?:\.(?P<order>relaxed|acquire|release|acq_rel)\.(?P<scope>cta|gpu|sys))?"
-    r"\.(?P<space>global|shared)(?:\.(?P<how>inc|add|exch))?(?:\.v(?P<vector>[24]))?"
-    r"\.(?P<type>b8|b16|b32|b64|b128|u32)"
-)
+_WARP_TAIL = {"vote": ("-1",), "matc": ("-1",), "redu": ("-1",), "shfl": ("31", "-1")}
 _FENCE = re.compile(r"fence\.(acq_rel|sc)\.(cta|gpu|sys)")
 
 
@@ -119,6 +123,7 @@ class Program:
     index: dict[str, int]
     counts: dict[str, int]
     functions: list[Callable[..., Any]]
+    needs: list[Needs]
 
     @property
     def segments(self) -> list[Segment]:
@@ -140,7 +145,8 @@ def load(ptx: str) -> Program:
     source = "\n".join(writer.function(index, needed) for writer in writers)
     exec(compile(source, parsed.name, "exec"), scope)
     functions = [scope[f"segment_{segment.idx}"] for segment in parsed.segments]
-    return Program(parsed, index, counts, functions)
+    needs = [needs_of(parsed, segment) for segment in parsed.segments]
+    return Program(parsed, index, counts, functions, needs)
 
 
 @functools.cache
@@ -148,7 +154,7 @@ def _constant(kind: str, text: str) -> Any:
     if text.startswith("0f"):
         word = np.uint32(int(text.removeprefix("0f"), 16))
         return word.view(np.float32) if kind == "f32" else word
-    value = int(text, 0)
+    value = int(text.removesuffix("U"), 0)
     if kind == "pred":
         return np.bool_(value != 0)
     if kind == "f32":
@@ -240,7 +246,8 @@ class _Writer:
         if {kind, register} not in ({kind}, {"f32", "u32"}):
             raise ValueError(f"{kind} into {register}")
         if guard:
-            code = f"np.where({guard}, {code}, {self._use(name, kind)})"
+            both = f"({guard})[:, None]" if kind == "u128" else guard
+            code = f"np.where({both}, {code}, {self._use(name, kind)})"
         self.lines.append(f"    {_local(name)} = {code}")
         self.written[name] = kind
 
@@ -276,7 +283,7 @@ class _Writer:
             if op != "bar.sync":
                 # The machine calls this once the barrier is complete, with one whole CTA.
                 self._set(args[0], f"M.reduce_and({self._use(args[2], 'pred')})", "pred")
-        elif op == "griddepcontrol.wait":
+        elif op in {"griddepcontrol.wait", "nanosleep.u32"}:
             pass
         elif op == "griddepcontrol.launch_dependents":
             self.lines.append("    M.launch_dependents(P, S)")
@@ -294,23 +301,23 @@ class _Writer:
         if to.startswith("{"):
             low, high = (name.strip() for name in to[1:-1].split(","))
             if width == 128:
-                self._set(low, f"{self._use(source, 'u128')}[:, 0]", half)
-                self._set(high, f"{self._use(source, 'u128')}[:, 1]", half)
+                for half_idx, name in enumerate((low, high)):
+                    self._set(name, f"{self._use(source, 'u128')}[:, {half_idx}]", half, guard)
                 return
             code = self._use(source, f"u{width}")
             shift = f"({code} >> np.uint{width}({width // 2}))"
             cast = f".astype(np.uint{width // 2})"
             self.lines.append(f"    low, high = {code}{cast}, {shift}{cast}")
-            self._set(low, "low", half)
-            self._set(high, "high", half)
+            self._set(low, "low", half, guard)
+            self._set(high, "high", half, guard)
         elif source.startswith("{"):
             low, high = (self._use(name.strip(), half) for name in source[1:-1].split(","))
             if width == 128:
-                self._set(to, f"np.stack(({low}, {high}), -1)", "u128")
+                self._set(to, f"np.stack(({low}, {high}), -1)", "u128", guard)
             else:
                 wide = f"np.uint{width}"
                 code = f"{low}.astype({wide}) | ({high}.astype({wide}) << {wide}({width // 2}))"
-                self._set(to, code, f"u{width}")
+                self._set(to, code, f"u{width}", guard)
         else:
             kind = self.written.get(source, f"u{width}")
             code = self._use(source, kind)
@@ -324,44 +331,37 @@ class _Writer:
         self._set(args[0], f"P.param[{number}, S].astype(np.uint{kind[1:]})", kind)
 
     def _access(self, instr: Instr, guard: str) -> None:
-        form = _MEMORY.fullmatch(instr.op)
-        if form is None:
-            raise KeyError(instr.op)
-        what, vector = form["what"], int(form["vector"] or 1)
-        width = int(form["type"][1:])
-        place = instr.args[what in {"ld", "atom"}]
-        at = re.fullmatch(r"\[(\S+?)(?:\+(-?\d+))?\]", place)
-        if at is None:
-            raise ValueError(place)
-        if form["space"] == "shared":
-            addr = f"P.shared_at(S, {self._use(at[1], 'u32')})"
+        form = form_of(instr)
+        if form.space == "shared":
+            addr = f"P.shared_at(S, {self._use(form.base, 'u32')})"
         else:
-            addr = self._use(at[1], "u64")
-        if at[2]:
-            addr = f"({addr} + np.uint64({at[2]}))"
-        how = f"{form['order'] or 'weak'!r}, {form['scope'] or 'cta'!r}"
-        if what in {"atom", "red"}:
+            addr = self._use(form.base, "u64")
+        if form.offset:
+            addr = f"({addr} + np.uint64({form.offset}))"
+        how = f"{form.order!r}, {form.scope!r}"
+        if form.what in {"atom", "red"}:
             value = self._use(instr.args[-1], "u32")
-            call = f"M.memory.atomic(P, S, {addr}, {form['how']!r}, {value}, {how})"
-            if what == "red":
-                self.lines.append(f"    {call}")
-            else:
+            reads = form.what == "atom"
+            call = f"M.memory.atomic(P, S, {addr}, {form.how!r}, {value}, {how}, reads={reads})"
+            if reads:
                 self._set(instr.args[0], call, "u32")
+            else:
+                self.lines.append(f"    {call}")
             return
-        names = [name.strip() for name in instr.args[what == "st"].strip("{}").split(",")]
-        words = max(width // 32, 1) * vector
+        width, vector = form.width, form.vector
+        names = [name.strip() for name in instr.args[form.what == "st"].strip("{}").split(",")]
         if len(names) != vector or (vector > 1 and width != 32):
             raise ValueError(instr.op)
         whole = vector == 1
-        if what == "st":
+        if form.what == "st":
             values = self._stored(names, width)
             self.lines.append(
-                f"    M.memory.store(P, S, {addr}, [{values}], {width // 8 * vector}, "
-                f"{how}, {whole})"
+                f"    M.memory.store(P, S, {addr}, [{values}], {form.num_bytes}, {how}, {whole})"
             )
             return
         if width < 32:
             raise ValueError(instr.op)
+        words = form.num_bytes // 4
         call = f"M.memory.load(P, S, {addr}, {words}, {how}, {whole}, {guard or 'None'})"
         self.lines.append(f"    loaded = {call}")
         if width == 32:
@@ -370,9 +370,8 @@ class _Writer:
         elif width == 64:
             self._set(names[0], "arith.wide(loaded, 0)", "u64", guard)
         else:
-            self._set(
-                names[0], "np.stack((arith.wide(loaded, 0), arith.wide(loaded, 2)), -1)", "u128"
-            )
+            both = "np.stack((arith.wide(loaded, 0), arith.wide(loaded, 2)), -1)"
+            self._set(names[0], both, "u128", guard)
 
     def _stored(self, names: list[str], width: int) -> str:
         if width <= 32:

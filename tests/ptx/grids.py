@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tests.ptx.codegen import Program
+    from tests.ptx.late import Late
     from tests.ptx.pool import Pool
 
 WARP = 32
@@ -25,12 +26,13 @@ class Part:
 
 @dataclasses.dataclass(eq=False)
 class Warp:
-    """32 threads, from `base` on in the pool."""
+    """32 threads, from `base` on in the pool; `late` are loads that some have put off."""
 
     cta: Cta
     base: int
     parts: list[Part] = dataclasses.field(default_factory=list)
     num_left: int = WARP
+    late: list[Late] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)

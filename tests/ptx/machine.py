@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.ptx.grids import WARP, Cta, Grid, Launch, Part, Stream, Warp
+from tests.ptx.late import LateLoads, lanes_of
 from tests.ptx.memory import Memory
 from tests.ptx.parse import UnknownPtx
 from tests.ptx.pool import Pool
-from tests.ptx.views import Choice, Thread, union
+from tests.ptx.views import Boundary, Choice, Thread, union
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,13 +64,22 @@ class Machine:
     mode : Mode
     tick_ns : int
         What one step of the scheduler adds to the global timer.
+    boundary : Boundary
     """
 
-    def __init__(self, ranks: int, seed: int, mode: Mode, tick_ns: int = 100) -> None:
-        self.mode, self.tick_ns = mode, tick_ns
+    def __init__(
+        self,
+        ranks: int,
+        seed: int,
+        mode: Mode,
+        tick_ns: int = 100,
+        boundary: Boundary = Boundary.PLAIN,
+    ) -> None:
+        self.mode, self.tick_ns, self.boundary = mode, tick_ns, boundary
         self.rng = np.random.default_rng(seed)
         self.random = random.Random(seed)
         self.memory = Memory(seed, _CHOICES[mode], ranks)
+        self.late = LateLoads(self, self.random)
         self.streams: list[Stream] = []
         self.steps = 0
         self._pools: dict[int, Pool] = {}
@@ -140,7 +150,7 @@ class Machine:
                 head, last = stream.queue[0], stream.running[-1] if stream.running else None
                 if last is not None:
                     triggered = all(cta.has_triggered or not cta.num_left for cta in last.ctas)
-                    if not (head.pdl and triggered) or len(stream.running) > 1:
+                    if not (head.pdl and triggered) or len(stream.running) > 2:
                         break
                     if self.mode is not Mode.BENIGN and self.random.randrange(4):
                         self._may_start = True
@@ -165,8 +175,11 @@ class Machine:
             if program.parsed.shared_bytes:
                 shared = self.memory.shared(program.parsed.shared_bytes, stream.rank)
             first = base + number * launch.threads
-            # Nothing is known of the kernels before until the wait for them.
-            view = stream.view if before is None and not launch.pdl else 0
+            threads = [Thread((cta.uid, stream.rank), 0) for _ in range(launch.threads)]
+            if before is None and not launch.pdl:
+                # Otherwise nothing is known of the kernels before until the wait for them.
+                for thread in threads:
+                    thread.follow(stream.view, self.boundary)
             pool.start(
                 first,
                 launch.threads,
@@ -175,7 +188,7 @@ class Machine:
                 launch.num_ctas,
                 stream.rank,
                 shared,
-                [Thread((cta.uid, stream.rank), view) for _ in range(launch.threads)],
+                threads,
             )
             for start in range(first, first + launch.threads, WARP):
                 warp = Warp(cta, start)
@@ -204,7 +217,7 @@ class Machine:
         pool, size = grid.pool, sum(WARP * len(one.warps) for one in grid.ctas)
         # Everything that a kernel did and saw is there for the next one.
         stream.view |= union(
-            thread.close() for thread in pool.threads[grid.base : grid.base + size]
+            thread.end(self.boundary) for thread in pool.threads[grid.base : grid.base + size]
         )
         for cta in grid.ctas:
             if pool.program.parsed.shared_bytes:
@@ -223,16 +236,11 @@ class Machine:
 
     def _pass_wait(self, part: Part) -> None:
         grid = part.warp.cta.grid
-        for lane in self._lanes(part).tolist():
-            grid.pool.threads[lane].view |= grid.view_before
+        for lane in lanes_of(part).tolist():
+            grid.pool.threads[lane].follow(grid.view_before, self.boundary)
         self._arrive(part, part.segment + 1)
 
     # Warps.
-
-    def _lanes(self, part: Part) -> Any:
-        if part.lanes is None:
-            return np.arange(part.warp.base, part.warp.base + WARP)
-        return part.lanes
 
     def _arrive(self, part: Part, segment: int | None = None) -> None:
         """Bring a part, which is nowhere, to a segment."""
@@ -240,15 +248,17 @@ class Machine:
         if segment is not None:
             part.segment = segment
         key = (id(grid.pool), part.segment)
+        info = grid.pool.program.segments[part.segment]
+        if info.stop:
+            self.late.catch_up(grid.pool, part.segment, part)
         for other in warp.parts:
             if other.segment == part.segment and other.lanes is not None:
-                lanes = np.sort(np.concatenate([self._lanes(part), other.lanes]))
+                lanes = np.sort(np.concatenate([lanes_of(part), other.lanes]))
                 other.lanes = None if len(lanes) == WARP else lanes
                 part = other
                 break
         else:
             warp.parts.append(part)
-        info = grid.pool.program.segments[part.segment]
         if info.whole_warp and part.lanes is not None:
             return
         if info.stop == "bar":
@@ -294,6 +304,10 @@ class Machine:
             del self._ready[key]
         pool = parts[0].warp.cta.grid.pool
         segment = pool.program.segments[key[1]]
+        if self.mode in {Mode.RANDOM, Mode.ADVERSARIAL}:
+            parts = self._run_late(pool, segment.idx, parts)
+            if not parts:
+                return
         select = self._select(parts)
         taken = pool.program.functions[segment.idx](pool, select, self)
         branch = segment.branch
@@ -313,7 +327,7 @@ class Machine:
         else:
             at = 0
             for part in parts:
-                lanes = self._lanes(part)
+                lanes = lanes_of(part)
                 here = taken[at : at + len(lanes)]
                 at += len(lanes)
                 if here.all() or not here.any():
@@ -322,6 +336,15 @@ class Machine:
                     self._arrive(Part(part.warp, segment.target, lanes[here]))
                     self._arrive(Part(part.warp, segment.idx + 1, lanes[~here]))
 
+    def _run_late(self, pool: Pool, segment: int, parts: list[Part]) -> list[Part]:
+        """Run the loads that can wait no longer; gives the parts that do not put this one off."""
+        for part in parts:
+            self.late.catch_up(pool, segment, part)
+        gone = self.late.put_off(pool, segment, parts)
+        for part in gone:
+            self._arrive(part, segment + 1)
+        return [part for part in parts if part not in gone]
+
     def _select(self, parts: list[Part]) -> Any:
         """Lanes of the parts as a slice, where they are one, and in the order of the parts."""
         if all(part.lanes is None for part in parts):
@@ -329,7 +352,7 @@ class Machine:
             first, last = parts[0].warp.base, parts[-1].warp.base
             if last - first == WARP * (len(parts) - 1):
                 return slice(first, last + WARP)
-        return np.concatenate([self._lanes(part) for part in parts])
+        return np.concatenate([lanes_of(part) for part in parts])
 
     def _pick(self) -> tuple[tuple[int, int], list[Part]]:
         keys = list(self._ready)

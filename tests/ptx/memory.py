@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.ptx.arena import DEPTH
+from tests.ptx.arena import DEPTH, Fault
 from tests.ptx.reads import Reads
-from tests.ptx.views import SCOPES, Choice, Message, Thread, union
+from tests.ptx.views import SCOPES, Access, Choice, Message, Thread, union
 
 _RELEASES = {"release", "acq_rel"}
 _WHOLE = 0xF
@@ -65,16 +65,18 @@ class Memory(Reads):
     ) -> list[Any]:
         """Give `words` arrays; lanes without `guard` touch nothing and get zeros.
 
-        `whole`: all words in one single-copy access.
+        `whole`: all words in one access, else each in its own. An `order` of "nc" is weak, and no
+        other thread may have written the words meanwhile.
         """
+        access = Access.of("weak" if order == "nc" else order, scope, 4 * words if whole else 4)
         lanes = pool.lanes(select)
         if guard is not None and not guard.all():
             found = np.zeros((words, len(guard)), np.uint32)
             if guard.any():
-                one = self._load(pool, lanes[guard], addr[guard], words, order, scope, whole)
+                one = self._load(pool, lanes[guard], addr[guard], words, order, access)
                 found[:, guard] = one
             return list(found)
-        return list(self._load(pool, lanes, addr, words, order, scope, whole))
+        return list(self._load(pool, lanes, addr, words, order, access))
 
     def store(
         self,
@@ -87,7 +89,11 @@ class Memory(Reads):
         scope: str,
         whole: bool,
     ) -> None:
-        """Store words, or the low bytes of one word where `width` is below 4."""
+        """Store words, or the low bytes of one word where `width` is below 4.
+
+        `whole`: all words in one access, else each in its own.
+        """
+        access = Access.of(order, scope, width if whole else 4)
         lanes = pool.lanes(select)
         at = self.slots(self.words(pool.rank[lanes], addr, width))
         data = np.empty(at.shape, np.uint32)
@@ -98,47 +104,67 @@ class Memory(Reads):
             for nth, thread in enumerate(threads):
                 one = slice(nth, nth + 1)
                 offset = int(addr[nth]) & 3 if width < 4 else 0
-                self._store([thread], at[one], data[one], width, offset, order, scope, whole)
+                self._store([thread], at[one], data[one], offset, order, access)
         else:
-            self._store(threads, at, data, 4, 0, order, scope, whole)
+            self._store(threads, at, data, 0, order, access)
 
     def atomic(
-        self, pool: Any, select: Any, addr: Any, how: str, value: Any, order: str, scope: str
+        self,
+        pool: Any,
+        select: Any,
+        addr: Any,
+        how: str,
+        value: Any,
+        order: str,
+        scope: str,
+        *,
+        reads: bool = True,
     ) -> Any:
-        """Read the newest word and write the next in one step; gives what was read."""
+        """Read a word and write the next in one step; gives what was read.
+
+        Without `reads` it is a reduction: what it read is acquired by nothing.
+        """
+        access = Access.of(order, scope, 4)
         lanes = pool.lanes(select)
         at = self.slots(self.words(pool.rank[lanes], addr, 4))
         operands = np.broadcast_to(value, len(lanes)).tolist()
         found = np.zeros(len(lanes), np.uint32)
         for nth, lane in enumerate(lanes.tolist()):
             thread, slot = pool.threads[lane], int(at[nth, 0])
-            last = self._newest_for_atomic(thread, slot, SCOPES[scope])
+            last, place = self._places_of_atomic(thread, slot, access)
             old, operand = int(self.value[slot, last]), operands[nth]
             new = {
                 "inc": 0 if old >= operand else old + 1,
                 "add": (old + operand) & 0xFFFFFFFF,
                 "exch": operand,
+                "or": old | operand,
             }[how]
             read = self.messages[self.message[slot, last]]
-            level = SCOPES[scope]
-            if read is not None:
-                self._acquire(thread, read, order, level)
-            sent = self._message(thread, order, level, read, is_atomic=True)
-            self._write(
-                [thread], at[nth : nth + 1], np.array([[new]], np.uint32), [sent], _WHOLE, True
-            )
+            if reads:
+                self._acquire(thread, read, order, access)
+            sent = self._message(thread, order, access, read, is_atomic=True)
+            one = at[nth : nth + 1]
+            count = int(self.count[slot])
+            numbers = self._write([thread], one, np.array([[new]], np.uint32), [sent], _WHOLE, True)
+            thread.floors[slot] = int(numbers[0, 0])
+            self._move(slot, place, count)
             found[nth] = old
         return found
 
-    def _newest_for_atomic(self, thread: Thread, slot: int, level: int) -> int:
-        """Index of the write that an atomic reads: the newest, but for writers out of its scope."""
+    def _places_of_atomic(self, thread: Thread, slot: int, access: Access) -> tuple[int, int]:
+        """Index of the write that an atomic reads, and the place of its own.
+
+        No morally strong write comes between the two.
+        """
         count = int(self.count[slot])
-        sent = self.messages[self.message[slot, count - 1]]
-        if self.choice is Choice.NEWEST or (
-            sent is not None and thread.distance(sent.place) <= min(level, sent.scope)
-        ):
-            return count - 1
-        return self._pick(self._floor(thread, slot, True), count, False)
+        if self.choice is Choice.NEWEST:
+            return count - 1, count
+        place = self._place(thread, slot, access)
+        floor = min(self._floor(thread, slot), place - 1)
+        for index in range(floor + 1, place):
+            if thread.meets(self.messages[self.message[slot, index]], access):
+                floor = index
+        return self._pick(floor, place, False), place
 
     def fence(self, pool: Any, select: Any, kind: str, scope: str) -> None:
         """`fence.acq_rel` or `fence.sc`."""
@@ -168,7 +194,7 @@ class Memory(Reads):
                 thread.view = view
 
     def _load(
-        self, pool: Any, lanes: Any, addr: Any, words: int, order: str, scope: str, whole: bool
+        self, pool: Any, lanes: Any, addr: Any, words: int, order: str, access: Access
     ) -> Any:
         """`[words, lanes]`."""
         at = self.words(pool.rank[lanes], addr, 4 * words)
@@ -178,22 +204,23 @@ class Memory(Reads):
             return found.T
         last = self.count[slots] - 1
         found = np.where(slots == 0, found, self.value[slots, last])
-        is_strong = order != "weak"
         if self.choice is not Choice.NEWEST:
             unsettled = np.flatnonzero((self.event[slots, last] != 0).any(axis=1))
             for nth in unsettled.tolist():
-                thread = pool.threads[lanes[nth]]
-                chosen = self._choose(thread, slots[nth].tolist(), is_strong, whole and words > 1)
-                for word, (index, value) in enumerate(chosen):
+                thread, row = pool.threads[lanes[nth]], slots[nth].tolist()
+                if order == "nc" and any(
+                    self._floor(thread, slot) < self.count[slot] - 1 for slot in row
+                ):
+                    raise Fault(f"ld.nc at {int(addr[nth]):#x}: another thread has written there")
+                for word, (index, value) in enumerate(self._choose(thread, row, access)):
                     if slots[nth, word]:
                         last[nth, word] = index
                         found[nth, word] = value
-        if is_strong:
+        if access.level is not None:
             message = self.message[slots, last]
             for nth, word in zip(*np.nonzero(message), strict=True):
                 sent = self.messages[message[nth, word]]
-                assert sent is not None
-                self._acquire(pool.threads[lanes[nth]], sent, order, SCOPES[scope])
+                self._acquire(pool.threads[lanes[nth]], sent, order, access)
         return found.T
 
     def write(self, addr: int, data: Any) -> int:
@@ -212,37 +239,30 @@ class Memory(Reads):
         self,
         thread: Thread,
         order: str,
-        level: int,
+        access: Access,
         read: Message | None = None,
         *,
         is_atomic: bool = False,
     ) -> int:
         """Number of the message that a strong write of `thread` carries."""
+        level = access.level
+        assert level is not None
         views, event = list(thread.released), self._new_event()
         if order in _RELEASES:
             views[: level + 1] = [thread.close() | 1 << event] * (level + 1)
-        if read is not None:
+        if read is not None and thread.meets(read, access):
             # An atomic passes on what the write it read had released.
             apart = thread.distance(read.place)
-            if apart <= min(level, read.scope):
-                for distance in range(3):
-                    views[distance] |= read.views[max(distance, apart)]
-        sent = Message(thread.place, level, event, (views[0], views[1], views[2]), is_atomic)
-        self.messages.append(sent)
+            for distance in range(3):
+                views[distance] |= read.views[max(distance, apart)]
+        known = (views[0], views[1], views[2])
+        self.messages.append(Message(thread.place, level, event, known, is_atomic, access.width))
         return len(self.messages) - 1
 
     def _store(
-        self,
-        threads: list[Thread],
-        at: Any,
-        data: Any,
-        width: int,
-        offset: int,
-        order: str,
-        scope: str,
-        whole: bool,
+        self, threads: list[Thread], at: Any, data: Any, offset: int, order: str, access: Access
     ) -> None:
-        mask, is_strong = _WHOLE, order != "weak"
+        mask, width = _WHOLE, access.width
         if width < 4:
             mask = ((1 << width) - 1) << offset
             old = self.value[at[:, 0], self.count[at[:, 0]] - 1]
@@ -250,16 +270,16 @@ class Memory(Reads):
             data = (old & keep | (data[:, 0] << np.uint32(8 * offset)) & ~keep)[:, None]
             self.is_partial[at] = True
         sent = None
-        if is_strong:
-            sent = [self._message(thread, order, SCOPES[scope]) for thread in threads]
+        if access.level is not None:
+            sent = [self._message(thread, order, access) for thread in threads]
         early = []
-        if self.choice is not Choice.NEWEST and not (whole and at.shape[1] > 1):
-            early = self._early(threads, at, is_strong, mask)
-        numbers = self._write(threads, at, data, sent, mask, whole)
-        for slot, index in early:
-            self.move_last(slot, index)
+        if self.choice is not Choice.NEWEST:
+            early = self._early(threads, at, access, mask)
+        numbers = self._write(threads, at, data, sent, mask, width != 4 or at.shape[1] == 1)
+        for slot, place, count in early:
+            self._move(slot, place, count)
         for nth, thread in enumerate(threads):
-            if is_strong:
+            if access.level is not None:
                 for word, slot in enumerate(at[nth].tolist()):
                     thread.floors[slot] = int(numbers[nth, word])
 
@@ -293,36 +313,69 @@ class Memory(Reads):
         return numbers
 
     def _early(
-        self, threads: list[Thread], at: Any, is_strong: bool, mask: int
-    ) -> list[tuple[int, int]]:
-        """(slot, index) of stores that come before writes which their threads do not know."""
-        newest = self.event[at, self.count[at] - 1]
-        early = []
-        for nth, word in zip(*np.nonzero(newest), strict=True):
-            thread, slot, event = threads[nth], int(at[nth, word]), int(newest[nth, word])
-            if event == thread.event or thread.view >> event & 1:
-                continue
-            count = int(self.count[slot])
-            index = 1 + max(
-                self._floor(thread, slot, is_strong, 1 << byte)
-                for byte in (range(4) if self.is_partial[slot] else (0,))
-                if mask >> byte & 1
-            )
-            if self.choice is Choice.RANDOM:
-                index = self.random.randrange(index, count + 1)
-            elif self.random.randrange(2):
-                index = count
-            # Nothing comes between an atomic's read and its write.
-            while index < count and self._is_atomic(slot, index):
-                index += 1
-            if index < count:
-                # The oldest write falls off where there is no room.
-                early.append((slot, max(index - (count == DEPTH), 1)))
+        self, threads: list[Thread], at: Any, access: Access, mask: int
+    ) -> list[tuple[int, int, int]]:
+        """(slot, place, number of writes so far) of stores that come before unknown writes."""
+        unsettled = (self.event[at, self.count[at] - 1] != 0).any(axis=1)
+        early: list[tuple[int, int, int]] = []
+        for nth in np.flatnonzero(unsettled).tolist():
+            slots = at[nth].tolist()
+            places = [self._place(threads[nth], slot, access, mask) for slot in slots]
+            if access.width > 4:
+                self._align(threads[nth], slots, places, access)
+            for slot, place in zip(slots, places, strict=True):
+                count = int(self.count[slot])
+                if place < count:
+                    early.append((slot, place, count))
         return early
 
-    def _is_atomic(self, slot: int, index: int) -> bool:
+    def _place(self, thread: Thread, slot: int, access: Access, mask: int = _WHOLE) -> int:
+        """How many writes of the slot come before one that is about to be appended."""
+        count = int(self.count[slot])
+        event = int(self.event[slot, count - 1])
+        if event in {0, thread.event} or thread.view >> event & 1:
+            return count
+        place = 1 + max(
+            self._floor(thread, slot, 1 << byte)
+            for byte in (range(4) if self.is_partial[slot] else (0,))
+            if mask >> byte & 1
+        )
+        if self.choice is Choice.RANDOM:
+            place = self.random.randrange(place, count + 1)
+        elif self.random.randrange(2):
+            place = count
+        # Where there is no room the oldest write falls off; one stays before this one.
+        place = max(place, 1 + (count == DEPTH))
+        # Nothing morally strong comes between an atomic's read and its write.
+        while place < count and self._follows(thread, slot, place, access):
+            place += 1
+        return place
+
+    def _move(self, slot: int, place: int, count: int) -> None:
+        """Put the write just appended at `place` of the `count` writes that there were."""
+        if place < count:
+            self.move_last(slot, place - (count == DEPTH))
+
+    def _follows(self, thread: Thread, slot: int, index: int, access: Access) -> bool:
         sent = self.messages[self.message[slot, index]]
-        return sent is not None and sent.is_atomic
+        return sent is not None and sent.is_atomic and thread.meets(sent, access)
+
+    def _align(self, thread: Thread, slots: list[int], places: list[int], access: Access) -> None:
+        """Move places on until all words come before, or all after, each morally strong write."""
+        moved = True
+        while moved:
+            moved = False
+            before = {
+                int(self.number[slot, index])
+                for slot, place in zip(slots, places, strict=True)
+                for index in range(place)
+                if thread.meets(self.messages[self.message[slot, index]], access)
+            }
+            for word, slot in enumerate(slots):
+                for index in range(places[word], int(self.count[slot])):
+                    if int(self.number[slot, index]) in before:
+                        places[word] = index + 1
+                        moved = True
 
     def _new_event(self) -> int:
         self._num_events += 1

@@ -7,9 +7,58 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-_RULES: list[tuple[str, str, dict[str, str]]] = [
+_SPLIT = "{ .reg .b64 half0, half1; .reg .b32 word0, word1, word2, word3;"
+_WORDS = "{word0, word1, word2, word3}"
+
+
+def _stored_as(kind: str) -> Callable[[re.Match[str]], str]:
+    """One 16-byte store as several smaller ones."""
+
+    def change(found: re.Match[str]) -> str:
+        at, offset = found["at"], int(found["offset"] or 0)
+        if kind == "halves":
+            stores = "".join(
+                f" st.relaxed.sys.global.b64 [{at}+{offset + 8 * half}], half{half};"
+                for half in range(2)
+            )
+        else:
+            order = "" if kind == "weak words" else ".relaxed.sys"
+            stores = (
+                " mov.b64 {word0, word1}, half0; mov.b64 {word2, word3}, half1;"
+                f" st{order}.global.v4.b32 [{at}+{offset}], {_WORDS};"
+            )
+        return f"{_SPLIT} mov.b128 {{half0, half1}}, {found['all']};{stores} }}"
+
+    return change
+
+
+def _loaded_as(kind: str) -> Callable[[re.Match[str]], str]:
+    """One 16-byte load as several smaller ones."""
+
+    def change(found: re.Match[str]) -> str:
+        at, offset, guard = found["at"], int(found["offset"] or 0), found["guard"] or ""
+        if kind == "halves":
+            loads = "".join(
+                f" {guard}ld.relaxed.sys.global.b64 half{half}, [{at}+{offset + 8 * half}];"
+                for half in range(2)
+            )
+        else:
+            order = "" if kind == "weak words" else ".relaxed.sys"
+            loads = (
+                f" {guard}ld{order}.global.v4.b32 {_WORDS}, [{at}+{offset}];"
+                f" {guard}mov.b64 half0, {{word0, word1}};"
+                f" {guard}mov.b64 half1, {{word2, word3}};"
+            )
+        return f"{_SPLIT}{loads} {guard}mov.b128 {found['all']}, {{half0, half1}}; }}"
+
+    return change
+
+
+_AT = r"\[(?P<at>%\w+)(?:\+(?P<offset>\d+))?\]"
+_PIECES = ("halves", "words", "weak words")
+_RULES: list[tuple[str, str, dict[str, str | Callable[[re.Match[str]], str]]]] = [
     # name of the place, pattern, what it becomes by name of the change
     ("fence", r"fence\.acq_rel\.sys;", {"removed": "", "gpu": "fence.acq_rel.gpu;"}),
     ("barrier", r"bar\.sync\s+0;", {"removed": ""}),
@@ -57,7 +106,7 @@ _RULES: list[tuple[str, str, dict[str, str]]] = [
     ("step read", r"ld\.relaxed\.gpu(?P<rest>\.global)", {"weak": r"ld\g<rest>"}),
     (
         "strong store",
-        r"st\.relaxed\.sys(?P<rest>\.global[^;]*;)",
+        r"st\.relaxed\.sys(?P<rest>\.global(?!\.b128)[^;]*;)",
         {"removed": "", "weak": r"st\g<rest>", "gpu": r"st.relaxed.gpu\g<rest>"},
     ),
     (
@@ -65,9 +114,32 @@ _RULES: list[tuple[str, str, dict[str, str]]] = [
         r"st\.release\.sys(?P<rest>\.global[^;]*;)",
         {"removed": "", "relaxed": r"st.relaxed.sys\g<rest>", "gpu": r"st.release.gpu\g<rest>"},
     ),
+    (
+        "chunk store",
+        r"st\.relaxed\.sys\.global\.b128 " + _AT + r", (?P<all>\w+);",
+        {
+            "removed": "",
+            "gpu": lambda found: found[0].replace(".sys", ".gpu"),
+            **{kind: _stored_as(kind) for kind in _PIECES},
+        },
+    ),
+    (
+        "chunk load",
+        r"(?P<guard>@\w+ )?ld\.relaxed\.sys\.global\.b128 (?P<all>\w+), " + _AT + ";",
+        {
+            "gpu": lambda found: found[0].replace(".sys", ".gpu"),
+            **{kind: _loaded_as(kind) for kind in _PIECES},
+        },
+    ),
+    ("bits", r"atom\.relaxed\.gpu(?P<rest>\.global\.or)", {"cta": r"atom.relaxed.cta\g<rest>"}),
     ("store", r"st\.global[^;]*;", {"removed": ""}),
     ("wait", r"griddepcontrol\.wait;", {"removed": ""}),
     ("trigger", r"griddepcontrol\.launch_dependents;", {"removed": ""}),
+    (
+        "trigger after the wait",
+        r"(?P<wait>griddepcontrol\.wait;(?s:.*?))(?P<trigger>griddepcontrol\.launch_dependents;)",
+        {"moved before": r"\g<trigger> \g<wait>"},
+    ),
 ]
 ORDERING = {"fence", "barrier", "vote barrier", "warp barrier", "arrival", "poll"}
 
@@ -94,7 +166,7 @@ def mutants(ptx: str, places: set[str] | None = None) -> Iterator[Mutant]:
             continue
         for number, found in enumerate(re.finditer(pattern, ptx)):
             for change, to in changes.items():
-                text = found.expand(to)
+                text = found.expand(to) if isinstance(to, str) else to(found)
                 if text != found[0]:
                     changed = ptx[: found.start()] + text + ptx[found.end() :]
                     yield Mutant(f"{place} {number} {change}", changed)

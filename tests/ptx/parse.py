@@ -66,9 +66,9 @@ class Parsed:
     segments: list[Segment]
 
 
-WARP_OPS = ("shfl.", "vote.", "redux.", "bar.warp.")
+WARP_OPS = ("shfl.", "vote.", "redux.", "match.", "bar.warp.")
 _ACCESSES = ("ld.global", "st.global", "ld.shared", "st.shared", "atom.", "red.", "fence.")
-_STATE = re.compile(r"^(ld|st)\.(acquire|release|relaxed)\.")
+_STATE = re.compile(r"^(ld|st)\.(acquire|release|relaxed|volatile)\.")
 
 
 def parse(ptx: str) -> Parsed:
@@ -112,12 +112,14 @@ def parse(ptx: str) -> Parsed:
                 else:
                     registers[name.strip()] = kind
         elif line.startswith(".shared"):
-            size = re.fullmatch(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+(\w+)\[(\d+)\]", line)
+            size = re.fullmatch(
+                r"\.shared\s+\.align\s+(\d+)\s+\.(?:b8|u64)\s+([\w$]+)(?:\[(\d+)\])?", line
+            )
             if size is None:
                 raise UnknownPtx(line)
             shared_bytes = -(-shared_bytes // int(size[1])) * int(size[1])
             shared[size[2]] = shared_bytes
-            shared_bytes += int(size[3])
+            shared_bytes += int(size[3] or 8)
         elif line.startswith("."):
             raise UnknownPtx(line)
         else:
@@ -140,6 +142,17 @@ def _instr(line: str, local: dict[str, str]) -> Instr:
 def is_access(op: str) -> bool:
     """Whether an instruction touches memory that others see, or orders such accesses."""
     return op.startswith(_ACCESSES) or _STATE.match(op) is not None
+
+
+def _is_after_load(segment: Segment, instr: Instr) -> bool:
+    """Whether `segment` is a load, and `instr` does more than to take its result apart."""
+    if not segment.body or not segment.body[0].op.startswith("ld.") or segment.whole_warp:
+        return False
+    if not is_access(segment.body[0].op):
+        return False
+    made = {name for one in segment.body for name in re.findall(r"[%$]?\w+", one.args[0])}
+    source = instr.args[1] if len(instr.args) == 2 else ""
+    return not (instr.op.startswith("mov.b") and source in made)
 
 
 def _segments(code: list[Instr | str]) -> list[Segment]:
@@ -167,7 +180,11 @@ def _segments(code: list[Instr | str]) -> list[Segment]:
             segments.append(Segment(len(segments), []))
         else:
             current = segments[-1]
-            if is_access(op) or (op.startswith(WARP_OPS) and not current.whole_warp):
+            if (
+                is_access(op)
+                or (op.startswith(WARP_OPS) and not current.whole_warp)
+                or _is_after_load(current, item)
+            ):
                 current = start()
             current.whole_warp |= op.startswith(WARP_OPS)
             current.body.append(item)

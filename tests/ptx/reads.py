@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tests.ptx.arena import Arena
-from tests.ptx.views import SCOPES, Choice, Message, Thread
+from tests.ptx.views import SCOPES, WEAK, Access, Choice, Message, Thread
 
 FRESH_IN = 4
 """Of the strong loads that could be stale, one in so many is not: polls must end."""
@@ -46,10 +46,9 @@ class Reads(Arena):
         found = self.base[words].copy()
         slot = int(self.slot[words[0]])
         if slot:
-            ((index, found[0]),) = self._choose(host, [slot], True, False)
-            sent = self.messages[self.message[slot, index]]
-            if sent is not None:
-                self._acquire(host, sent, "acquire", SCOPES["sys"])
+            access = Access(SCOPES["sys"])
+            ((index, found[0]),) = self._choose(host, [slot], access)
+            self._acquire(host, self.messages[self.message[slot, index]], "acquire", access)
         found[1:] = self._as(host, words[1:])
         return found.view(np.uint8)[:num_bytes]
 
@@ -76,46 +75,45 @@ class Reads(Arena):
         }
         stale = np.array([not known[event] for event in newest.tolist()], bool)
         for nth in np.flatnonzero(stale | self.is_partial[slots]).tolist():
-            ((_, found[nth]),) = self._choose(thread, [int(slots[nth])], False, False)
+            ((_, found[nth]),) = self._choose(thread, [int(slots[nth])], WEAK)
         return found
 
-    def _choose(
-        self, thread: Thread, at: list[int], is_strong: bool, whole: bool
-    ) -> list[tuple[int, int]]:
-        """Index and value of a write of each slot that `thread` may read."""
-        floors = [self._floor(thread, slot, is_strong) for slot in at]
-        counts = [int(self.count[slot]) for slot in at]
-        chosen = self._pick_all(floors, counts, is_strong)
-        if whole and len(at) > 1:
-            for _ in range(8):
-                if self._is_untorn(at, chosen):
-                    break
-                chosen = [self.random.randrange(*pair) for pair in zip(floors, counts, strict=True)]
-            else:
-                chosen = [count - 1 for count in counts]
+    def _choose(self, thread: Thread, at: list[int], access: Access) -> list[tuple[int, int]]:
+        """Index and value of a write of each slot that `thread` may read.
+
+        The slots are those of one single-copy access where `access` is wider than a word.
+        """
+        is_strong = access.level is not None
+        chosen = []
+        for slot in at:
+            floor = self._floor(thread, slot)
+            chosen.append(self._pick(floor, int(self.count[slot]), is_strong))
+        if len(at) > 1 and access.width > 4:
+            self._mend(thread, at, chosen, access)
         result = []
         for slot, index in zip(at, chosen, strict=True):
             value = int(self.value[slot, index])
             if self.is_partial[slot]:
                 value = self._merge(thread, slot, index)
-            if is_strong:
+            if thread.meets(self.messages[self.message[slot, index]], access):
                 thread.floors[slot] = int(self.number[slot, index])
             result.append((index, value))
         return result
 
-    def _pick_all(self, floors: list[int], counts: list[int], is_strong: bool) -> list[int]:
-        return [
-            self._pick(floor, count, is_strong) for floor, count in zip(floors, counts, strict=True)
-        ]
-
-    def _is_untorn(self, at: list[int], chosen: list[int]) -> bool:
-        """Whether one access may find these writes: all words of a store that was one, or none."""
-        seen: dict[int, bool] = {}
-        for slot, index in zip(at, chosen, strict=True):
-            for place, number in enumerate(self.number[slot, : self.count[slot]].tolist()):
-                if number and seen.setdefault(number, place <= index) != (place <= index):
-                    return False
-        return True
+    def _mend(self, thread: Thread, at: list[int], chosen: list[int], access: Access) -> None:
+        """Move choices on until no word is older than a morally strong write read in another."""
+        torn = True
+        while torn:
+            torn = False
+            for slot, index in zip(at, chosen, strict=True):
+                if not thread.meets(self.messages[self.message[slot, index]], access):
+                    continue
+                number = self.number[slot, index]
+                for word, other in enumerate(at):
+                    same = np.flatnonzero(self.number[other, : self.count[other]] == number)
+                    if same.size and chosen[word] < same[0]:
+                        chosen[word] = int(same[0])
+                        torn = True
 
     def _pick(self, floor: int, count: int, is_strong: bool) -> int:
         if floor >= count - 1:
@@ -124,7 +122,7 @@ class Reads(Arena):
             return self.random.randrange(floor, count)
         return count - 1 if is_strong and self.random.randrange(FRESH_IN) == 0 else floor
 
-    def _floor(self, thread: Thread, slot: int, is_strong: bool, mask: int = _WHOLE) -> int:
+    def _floor(self, thread: Thread, slot: int, mask: int = _WHOLE) -> int:
         """Index of the newest write of all bytes of `mask` that the thread knows."""
         count = int(self.count[slot])
         events, masks = self.event[slot].tolist(), self.mask[slot].tolist()
@@ -136,7 +134,7 @@ class Reads(Arena):
             ):
                 floor = index
                 break
-        if is_strong and slot in thread.floors:
+        if slot in thread.floors:
             numbers = self.number[slot, :count].tolist()
             if thread.floors[slot] in numbers:
                 floor = max(floor, numbers.index(thread.floors[slot]))
@@ -146,17 +144,18 @@ class Reads(Arena):
         """A word of which bytes were stored apart: each byte is as old as it may be at `index`."""
         value = 0
         for byte in range(4):
-            cut = max(index, self._floor(thread, slot, False, 1 << byte))
+            cut = max(index, self._floor(thread, slot, 1 << byte))
             while not self.mask[slot, cut] >> byte & 1:
                 cut -= 1
             value |= int(self.value[slot, cut]) & 0xFF << 8 * byte
         return value
 
-    def _acquire(self, thread: Thread, sent: Message, order: str, level: int) -> None:
+    def _acquire(self, thread: Thread, sent: Message | None, order: str, access: Access) -> None:
+        if sent is None or not thread.meets(sent, access):
+            return
         distance = thread.distance(sent.place)
-        if distance <= min(level, sent.scope):
-            thread.observed |= 1 << sent.event
-            if order in _ACQUIRES:
-                thread.view |= sent.views[distance]
-            else:
-                thread.pending[distance] |= sent.views[distance]
+        thread.observed |= 1 << sent.event
+        if order in _ACQUIRES:
+            thread.view |= sent.views[distance]
+        else:
+            thread.pending[distance] |= sent.views[distance]

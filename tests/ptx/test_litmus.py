@@ -152,7 +152,47 @@ def test_a_chain_over_a_counter_is_cumulative():
     check([*ctas, on(1, reader())], results, (1, 1, 0), FORBIDDEN)
 
 
-@pytest.mark.parametrize(("order", "weak"), [("ld.relaxed.sys", FORBIDDEN), ("ld", ALLOWED)])
+def test_a_flag_read_in_another_width_passes_nothing_on():
+    wide = (
+        SEND + SYS + "mov.b32 %a1, 1; mov.b64 %q0, {%a1, %a1}; st.relaxed.sys.global.b64 [y], %q0;"
+    )
+    check([on(0, wide), on(1, reader())], ["1.0.a0", "1.0.a1"], (1, 0), ALLOWED)
+
+
+@pytest.mark.parametrize(("what", "weak"), [("red", ALLOWED), ("atom", FORBIDDEN)])
+def test_a_reduction_acquires_nothing(what, weak):
+    to = "%a3, " if what == "atom" else ""
+    count = f"mov.b32 %a2, 1; {what}.relaxed.gpu.global.add.u32 {to}[y], %a2;" + GPU + LOOK
+    ctas = [on(0, writer("", "release.gpu")), on(0, count)]
+    check(ctas, ["y", "1.0.a1"], (2, 0), weak)
+
+
+@pytest.mark.parametrize(("scope", "weak"), [("cta", ALLOWED), ("gpu", FORBIDDEN)])
+def test_atomics_that_do_not_include_each_other_lose_updates(scope, weak):
+    counts = [
+        f"mov.b32 %a2, 9; atom.relaxed.{one}.global.inc.u32 %a3, [x], %a2;"
+        for one in ("gpu", scope)
+    ]
+    found = set(outcomes([on(0, counts[0]), on(0, counts[1])], ["x"], WEAK, 100))
+    assert found == ({(1,), (2,)} if weak else {(2,)})
+
+
+@pytest.mark.parametrize(("order", "weak"), [("relaxed", ALLOWED), ("acquire", FORBIDDEN)])
+def test_an_atomic_may_come_before_a_store_that_its_thread_does_not_know(order, weak):
+    first = (
+        "mov.b32 %a1, 2; st.relaxed.sys.global.b32 [x], %a1;" + SYS + RAISE.format("relaxed.sys")
+    )
+    then = (
+        SEE.format(f"{order}.sys")
+        + "mov.b32 %a1, 1; atom.relaxed.sys.global.exch.b32 %a2, [x], %a1;"
+    )
+    check([on(0, first), on(1, then)], ["1.0.a0", "x"], (1, 2), weak)
+
+
+@pytest.mark.parametrize(
+    ("order", "weak"),
+    [("ld.relaxed.sys", FORBIDDEN), ("ld.relaxed.gpu", ALLOWED), ("ld", ALLOWED)],
+)
 def test_reads_of_one_address_go_back_only_where_weak(order, weak):
     twice = "mov.b32 %a0, 1; st.relaxed.sys.global.b32 [x], %a0;"
     twice += "mov.b32 %a1, 2; st.relaxed.sys.global.b32 [x], %a1;"
@@ -160,6 +200,17 @@ def test_reads_of_one_address_go_back_only_where_weak(order, weak):
     found = set(outcomes([on(0, twice), on(1, reads)], ["1.0.a0", "1.0.a1", "x"], WEAK))
     assert {final for _, _, final in found} == {2}
     assert any(first > second for first, second, _ in found) == weak
+
+
+@pytest.mark.parametrize(("order", "weak"), [("ld.relaxed.sys", FORBIDDEN), ("ld", ALLOWED)])
+def test_a_weak_store_comes_after_a_write_that_its_thread_has_read_strongly(order, weak):
+    """Whatever its width: so a thread puts back what it has polled."""
+    sent = "mov.b32 %a1, 1; st.relaxed.sys.global.b32 [x], %a1;"
+    back = f"{order}.global.b32 %a0, [x]; mov.b32 %a1, 2; st.global.b32 [x], %a1;"
+    check([on(0, sent), on(1, back)], ["1.0.a0", "x"], (1, 1), weak)
+    if not weak:
+        four = "mov.b32 %a5, 2; st.global.v4.b32 [x], {%a5, %a5, %a5, %a5};"
+        check([on(0, ONE), on(1, READ_ONE + four)], ["1.0.a0", "x+12"], (1, 1), weak)
 
 
 def test_unordered_stores_may_end_in_either_order():
@@ -176,6 +227,10 @@ ONE = (
     "st.relaxed.sys.global.b128 [x], %b0;"
 )
 READ_FOUR = "ld.relaxed.sys.global.v4.b32 {%a0, %a1, %a2, %a3}, [x];"
+HALVES = (
+    "mov.b32 %a0, 1; mov.b64 %q0, {%a0, %a0}; st.relaxed.sys.global.b64 [x], %q0;"
+    "st.relaxed.sys.global.b64 [x+8], %q0;"
+)
 READ_ONE = (
     "ld.relaxed.sys.global.b128 %b0, [x]; mov.b128 {%q0, %q1}, %b0;"
     "mov.b64 {%a0, %a1}, %q0; mov.b64 {%a2, %a3}, %q1;"
@@ -188,11 +243,38 @@ READ_ONE = (
         (FOUR, READ_FOUR, ALLOWED),
         (FOUR, READ_ONE, ALLOWED),
         (ONE, READ_FOUR, ALLOWED),
+        (HALVES, READ_ONE, ALLOWED),
+        (ONE, READ_ONE.replace("sys", "gpu"), ALLOWED),
+        (ONE.replace("sys", "gpu"), READ_ONE, ALLOWED),
         (ONE, READ_ONE, FORBIDDEN),
     ],
 )
-def test_only_b128_is_whole(write, read, torn):
+def test_only_b128_at_system_scope_is_whole(write, read, torn):
     results = [f"1.0.a{word}" for word in range(4)]
     found = set(outcomes([on(0, write), on(1, read)], results, WEAK, 100))
     assert any(len(set(words)) > 1 for words in found) == torn
     assert torn or found == {(0, 0, 0, 0), (1, 1, 1, 1)}
+
+
+def whole(place, value):
+    return ONE.replace("[x]", f"[{place}]").replace("%a0, 1", f"%a0, {value}")
+
+
+def test_b128_stores_may_end_in_either_order_and_whole():
+    first, second = whole("x", 1) + whole("y", 2), whole("y", 1) + whole("x", 2)
+    results = [f"{place}+{4 * word}" for place in "xy" for word in range(4)]
+    found = set(outcomes([on(0, first), on(1, second)], results, WEAK, 200))
+    assert found == {(x,) * 4 + (y,) * 4 for x in (1, 2) for y in (1, 2)}
+
+
+@pytest.mark.parametrize(("fence", "weak"), [("", ALLOWED), (SYS, FORBIDDEN)])
+def test_a_b128_store_may_come_before_a_reset_that_its_thread_does_not_know(fence, weak):
+    """All of it, or some of its words: the reset is not whole."""
+    reset = "mov.b32 %a0, 7; st.global.v4.b32 [x], {%a0, %a0, %a0, %a0};" + fence
+    ctas = [
+        on(0, reset + RAISE.format("relaxed.sys")),
+        on(1, SEE.format("relaxed.sys").replace("a0", "a3") + fence + whole("x", 1)),
+    ]
+    found = set(outcomes(ctas, ["1.0.a3", "x", "x+12"], WEAK, 200))
+    final = {(first, last) for flag, first, last in found if flag == 1}
+    assert final == ({(1, 1), (1, 7), (7, 1), (7, 7)} if weak else {(1, 1)})

@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 
 from ep.bench.cases import Case
-from ep.config import EpConfig
+from ep.config import EpConfig, Protocol
 from ep.kernels.compile import Kind
 from ep.kernels.options import Fences, KernelOptions, Pdl
 from ep.record import HangRecord, Phase
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 # Two warps in each CTA of both kernels, and CTAs that loop over rows and tokens.
-CONFIG = EpConfig(ranks=2, hidden=288, experts=7, top_k=3, max_tokens=20)
+CONFIG = EpConfig(ranks=2, hidden=288, experts=7, top_k=3, max_tokens=20, protocol=Protocol.FLAGS)
 SEEDS = 4
 TOKENS = (3, 2)
 REPORTING = ("claim", "step", "strong store", "state")
@@ -72,6 +72,7 @@ _REARM = (
     "it before all that peers do next."
 )
 _TRIGGER = "It only lets the next kernel start sooner."
+_EARLY = "The next kernel waits for this one to end, which is after this one's own wait."
 
 _RECORD = {
     f"strong store {number} {change}": _RELEASED
@@ -85,14 +86,15 @@ _BOTH = {
     "step read 0 weak": _STEP_READ,
     **_RECORD,
     "strong store 6 gpu": _REARM,
+    "strong store 6 weak": _REARM,
     "trigger 0 removed": _TRIGGER,
+    "trigger after the wait 0 moved before": _EARLY,
 }
 SURVIVORS: dict[str, dict[str, str]] = {
     "dispatch": {**_BOTH, "step 0 cta": _STEP},
     "combine": {
         **_BOTH,
         **{f"slot {number} {change}": _SLOT for number in (0, 1) for change in ("weak", "gpu")},
-        "strong store 6 weak": _REARM,
     },
     "dispatch-cta": {"fence 0 gpu": _SECOND_FENCE},
     "combine-cta": {"fence 0 gpu": _SECOND_FENCE},

@@ -12,14 +12,16 @@ import numpy as np
 from ep import reference
 from ep.bench.cases import EPS, Case, Inputs, Step
 from ep.bench.check import Where, check_result, check_rows
+from ep.config import Protocol
 from ep.kernels.compile import Image, Kind, build
-from ep.kernels.grid import combine_ctas, dispatch_ctas
-from ep.kernels.options import KernelOptions, Pdl
+from ep.kernels.grid import HERALDS, combine_ctas, combine_grid, dispatch_ctas, dispatch_grid
+from ep.kernels.options import Boundaries, KernelOptions, Pdl
 from ep.layout import EpLayout
 from ep.record import RECORD_WORDS, HangRecord, Phase
 from ep.reference import Rows
 from tests.ptx.codegen import Program, load
 from tests.ptx.machine import Machine, Mode
+from tests.ptx.views import Boundary
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,6 +123,8 @@ class World:
     ptx : dict
         Texts that replace the kernels', by kind: mutants.
     plan : Plan
+    boundary : Boundary or None
+        None: the weakest that the protocol is made for.
     """
 
     def __init__(
@@ -135,12 +139,17 @@ class World:
         tick_ns: int = 100,
         timeout_ns: int = TIMEOUT_NS,
         arch: str = TARGET,
+        boundary: Boundary | None = None,
     ) -> None:
         self.case, self.options, self.plan = case, options, plan or Plan()
         config = self.config = case.config
         self.layout = EpLayout(config)
         self.timeout_ns = timeout_ns
-        self.machine = Machine(config.ranks, seed, mode, tick_ns)
+        if boundary is None:
+            trusted = options.boundaries is Boundaries.TRUSTED
+            is_free = config.protocol is Protocol.FENCE_FREE
+            boundary = Boundary.ORDERS if is_free and trusted else Boundary.PLAIN
+        self.machine = Machine(config.ranks, seed, mode, tick_ns, boundary)
         self.memory = self.machine.memory
         self.programs: dict[Kind, Program] = {}
         self.threads: dict[Kind, int] = {}
@@ -205,11 +214,12 @@ class World:
         )
         pdl, eps = self.options.pdl != Pdl.OFF, int(np.float32(EPS).view(np.uint32))
         tail = [self.timeout_ns, rank, num_tokens]
+        extra, ctas = self._grid(Kind.DISPATCH, num_tokens)
         stream.launch(
             self.programs[Kind.DISPATCH],
-            dispatch_ctas(num_tokens),
+            ctas,
             self.threads[Kind.DISPATCH],
-            [*(self.tables[rank], x, ids, weights, self.records[rank]), *tail],
+            [*(self.tables[rank], x, ids, weights, self.records[rank]), *tail, *extra],
             pdl=pdl,
         )
         if only_dispatch:
@@ -226,24 +236,47 @@ class World:
             stream.call(experts)
         else:
             partials = memory.allocate(rows, rank)
+        extra, ctas = self._grid(Kind.COMBINE, num_tokens)
         stream.launch(
             self.programs[Kind.COMBINE],
-            combine_ctas(self.config, num_tokens, self.plan.resident),
+            ctas,
             self.threads[Kind.COMBINE],
             [
                 *(self.tables[rank], partials, ids, self.gains[rank], out, self.records[rank]),
-                *(self.timeout_ns, eps, rank, num_tokens),
+                *(self.timeout_ns, eps, rank, num_tokens, *extra),
             ],
             pdl=pdl,
         )
         return out
+
+    def _grid(self, kind: Kind, num_tokens: int) -> tuple[tuple[int, ...], int]:
+        """Arguments that the protocol adds, and CTAs."""
+        resident = self.plan.resident
+        if self.config.protocol is Protocol.FENCE_FREE:
+            plan = dispatch_grid if kind is Kind.DISPATCH else combine_grid
+            grid = plan(self.config, num_tokens, resident)
+            heralds = HERALDS if kind is Kind.DISPATCH else 0
+            return (grid.senders, 0), heralds + grid.ctas
+        if kind is Kind.DISPATCH:
+            return (), dispatch_ctas(num_tokens)
+        return (), combine_ctas(self.config, num_tokens, resident)
 
     def _armed(self, rank: int) -> Any:
         """Bytes of a fresh buffer."""
         buffer = np.zeros(self.layout.total_bytes, np.uint8)
         self._field(buffer, "header")[:] = -1
         self._field(buffer, "ids")[:] = self.config.empty_id(rank)
+        if self.config.protocol is Protocol.FENCE_FREE:
+            for field in (self.layout.fields[name] for name in ("slots", "staging")):
+                buffer[field.offset_bytes :][: field.size_bytes] = 0xFF
         return buffer
+
+    def _not_taken(self, buffer: Any) -> list[Any]:
+        """What should be 0: the inverse of all chunks that a reader makes empty."""
+        chunks = self._field(buffer, "staging")
+        # The head of a row stays, with the number of its step.
+        chunks = chunks[..., : 4 * (self.layout.row_chunks - 1)]
+        return [~chunks, ~self._field(buffer, "slots").view(np.uint16)]
 
     def _field(self, buffer: Any, name: str) -> Any:
         field = self.layout.source if name == "source" else self.layout.fields[name]
@@ -280,8 +313,14 @@ class World:
             raise Wrong(str(complaint))
         control = self._field(buffer, "control").copy()
         num_steps, control[0, 0] = int(control[0, 0]), 0
-        flags = [self._field(buffer, name) for name in ("dispatch_flags", "combine_flags")]
-        if num_steps != self.num_steps or any(array.any() for array in [control, *flags]):
+        left = [
+            control,
+            *(self._field(buffer, name) for name in ("dispatch_flags", "combine_flags")),
+        ]
+        if self.config.protocol is Protocol.FENCE_FREE:
+            control[1, 0] -= num_steps
+            left += self._not_taken(buffer)
+        if num_steps != self.num_steps or any(array.any() for array in left):
             raise Wrong(f"rank {rank}, after step {step.number}: counters or flags are not back")
         if self.memory.peek(self.records[rank], 4 * RECORD_WORDS).any():
             raise Wrong(f"rank {rank}, after step {step.number}: a wait expired")

@@ -19,6 +19,7 @@ from ep.bench.chain import Chain
 from ep.exchange import Exchange
 from ep.gpu.graph import Graph
 from ep.kernels.compile import Kind
+from ep.kernels.grid import HERALDS
 from ep.kernels.options import KernelOptions, Pdl
 from ep.record import Stamp
 
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
 PAIRS = 3
 """Steps of a graph; the last one counts, which meets the others in full swing."""
 ROLES = {
-    Kind.DISPATCH: ("send", "receive"),
+    Kind.DISPATCH: ("herald", "send", "receive"),
     Kind.COMBINE: ("send", "reduce"),
 }
+"""What CTAs do, in the order of their numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,16 +104,18 @@ def measure(
         steps = [case.step(number, num_tokens) for number in range(PAIRS)]
         chain = Chain(exchange, bridge, steps)
         graph = Graph.capture(bridge.stream, partial(chain.run, PAIRS))
-        senders = {
-            kind: engine.grid(kind, steps[-1].counts[world.rank], norm=case.norm).senders
-            for kind in ROLES
+        tokens = steps[-1].counts[world.rank]
+        senders = {kind: engine.grid(kind, tokens, norm=case.norm).senders for kind in ROLES}
+        cuts = {
+            Kind.DISPATCH: [HERALDS, HERALDS + senders[Kind.DISPATCH]],
+            Kind.COMBINE: [senders[Kind.COMBINE]],
         }
         found: list[dict[tuple[Kind, str, Stamp], tuple[float, float, float]]] = []
         for _ in range(replays):
             chain.meet()
             graph.launch(bridge.stream)
             taken = {kind: engine.take_stamps(kind, bridge.stream) for kind in ROLES}
-            found.append(dict(_marks(taken, senders)))
+            found.append(dict(_marks(taken, cuts)))
         chain.meet()
         graph.close()
     bridge.close()
@@ -123,13 +127,13 @@ def measure(
 
 
 def _marks(
-    taken: dict[Kind, npt.NDArray[np.uint64]], senders: dict[Kind, int]
+    taken: dict[Kind, npt.NDArray[np.uint64]], cuts: dict[Kind, list[int]]
 ) -> Iterator[tuple[tuple[Kind, str, Stamp], tuple[float, float, float]]]:
     starts = taken[Kind.DISPATCH][:, Stamp.START]
     origin = int(starts[starts > 0].min())
     for kind, stamps in taken.items():
-        halves = np.split(stamps, [senders[kind]])
-        for role, lines in zip(ROLES[kind], halves, strict=True):
+        parts = np.split(stamps, cuts[kind])
+        for role, lines in zip(ROLES[kind], parts, strict=True):
             for stamp in Stamp:
                 times = lines[:, stamp]
                 times = times[times > 0]

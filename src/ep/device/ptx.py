@@ -101,10 +101,10 @@ def load_v4_if(wanted: Boolean, addr: Int64, order: str = "weak", scope: str = "
     )
 
 
-def load_b128(addr: Int64) -> Vec4:
-    """16 bytes, relaxed at system scope, one single-copy access."""
+def load_b128(addr: Int64, order: str = "relaxed") -> Vec4:
+    """16 bytes at system scope, one single-copy access. `order` may be "acquire"."""
     code = (
-        "{ .reg .b64 lo, hi; .reg .b128 all; ld.relaxed.sys.global.b128 all, [$4];"
+        f"{{ .reg .b64 lo, hi; .reg .b128 all; ld.{order}.sys.global.b128 all, [$4];"
         " mov.b128 {lo, hi}, all; mov.b64 {$0, $1}, lo; mov.b64 {$2, $3}, hi; }"
     )
     return _asm(code, [Uint32] * 4, [Int64(addr)])

@@ -37,14 +37,19 @@ def parity(step: Int64) -> Uint32:
     return Uint32(step) % PARITIES
 
 
-def note(step: Int64, word: Uint32) -> ptx.Vec4:
-    """A head or an announcement: what it says, and in which step."""
-    return *words_of(step), Uint32(word), Uint32(0)
+def note(step: Int64, word: Uint32, tokens: Uint32) -> ptx.Vec4:
+    """A head, with its source word, or an announcement; both with the sender's tokens."""
+    return *words_of(step), Uint32(word), Uint32(tokens)
 
 
-def noted(chunk: ptx.Vec4) -> Uint32:
-    """What a head or an announcement says."""
-    return chunk[2]
+def source_of(head: ptx.Vec4) -> Uint32:
+    """Source word in the head of a row, or `NO_TOKEN`."""
+    return head[2]
+
+
+def tokens_of(chunk: ptx.Vec4) -> Int32:
+    """Tokens that the sender of a head or an announcement sends in its step."""
+    return Int32(chunk[3])
 
 
 @cute.jit

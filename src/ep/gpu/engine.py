@@ -13,7 +13,7 @@ from ep.config import Protocol
 from ep.errors import ConfigError, StateError
 from ep.gpu.arrays import device_array, stream_handle
 from ep.kernels.compile import Kind, Launcher, get_image
-from ep.kernels.grid import Grid, combine_ctas, combine_grid, dispatch_ctas, dispatch_grid
+from ep.kernels.grid import HERALDS, Grid, combine_ctas, combine_grid, dispatch_ctas, dispatch_grid
 from ep.kernels.options import KernelOptions, Pdl
 from ep.kernels.tuning import PerSm, Tuning, load_table
 from ep.layout import EMPTY_SOURCE, NOTHING
@@ -60,7 +60,7 @@ class GpuEngine:
         self._launch = _load_kernels(world, layout, options)
         # Ranks that share a GPU must all fit on it at once, and know nothing of each other.
         self._resident = {
-            (kind, norm): max(2, launch.resident_ctas(self._device.num_sms) // world.ranks_on_gpu)
+            (kind, norm): self._share_of_gpu(launch, kind, world.ranks_on_gpu)
             for kind, launchers in self._launch.items()
             for norm, launch in launchers.items()
         }
@@ -213,7 +213,7 @@ class GpuEngine:
         shapes = {kind: self._resident[kind, False] for kind in (Kind.DISPATCH, Kind.COMBINE)}
         made = {}
         for kind, ctas in shapes.items():
-            more = max(ctas, self._resident[kind, kind is Kind.COMBINE])
+            more = HERALDS + max(ctas, self._resident[kind, kind is Kind.COMBINE])
             made[kind] = cuda.DeviceArray.empty((more, STAMPS * 2), "uint32", self._device.ordinal)
             cuda.fill(made[kind].address, more * STAMPS * 8, 0, 0)
         return made
@@ -236,7 +236,7 @@ class GpuEngine:
         if not self._is_fence_free:
             return (), dispatch_ctas(tokens)
         grid = self.grid(Kind.DISPATCH, tokens, norm=False)
-        return (grid.senders, self._stamps(Kind.DISPATCH)), grid.ctas
+        return (grid.senders, self._stamps(Kind.DISPATCH)), HERALDS + grid.ctas
 
     def _combine_grid(self, tokens: int, *, norm: bool) -> tuple[tuple[int, ...], int]:
         """The same for combine."""
@@ -244,6 +244,11 @@ class GpuEngine:
             return (), combine_ctas(self._config, tokens, self._resident[Kind.COMBINE, norm])
         grid = self.grid(Kind.COMBINE, tokens, norm=norm)
         return (grid.senders, self._stamps(Kind.COMBINE)), grid.ctas
+
+    def _share_of_gpu(self, launch: Launcher, kind: Kind, ranks_on_gpu: int) -> int:
+        """CTAs of a kernel that may take roles, all resident at once with those of other ranks."""
+        resident = launch.resident_ctas(self._device.num_sms) // ranks_on_gpu
+        return max(2, resident - (HERALDS if kind is Kind.DISPATCH else 0))
 
     def _stamps(self, kind: Kind) -> int:
         """Where a kernel built with stamps puts them; nowhere for others."""

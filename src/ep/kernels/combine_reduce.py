@@ -98,6 +98,8 @@ class TokenReducer:
         expert = rows.load_expert(ids, token, num_tokens, config.top_k)
         while token < num_tokens:
             masks = rows.owners(expert, config)
+            # Of the next token, so that the wait for this one hides it.
+            expert = rows.load_expert(ids, token + num_reducers, num_tokens, config.top_k)
             row = home.row(home.rank, token)
             local = partials + row * (2 * config.hidden)
             sums = self._sum_slots(masks, token, local, watch)
@@ -116,7 +118,6 @@ class TokenReducer:
                 rows.rearm_row(home.base, row, home.rank, tid, self.layout)
             token = token + num_reducers
             turn = 1 - turn
-            expert = rows.load_expert(ids, token, num_tokens, config.top_k)
 
     @cute.jit
     def _sum_slots(

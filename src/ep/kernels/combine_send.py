@@ -110,15 +110,21 @@ class RowSender:
         while more:
             live = ptx.ballot(sources >= 0)
             rest = live
+            here = position + Uint32(ptx.lowest_bit(rest)) * Uint32(num_senders)
+            if rest != 0 and here != Uint32(cta):
+                chunks = self._load_row(partials, here, home)
             while rest != 0:
-                here = position + Uint32(ptx.lowest_bit(rest)) * Uint32(num_senders)
                 rest = rest & (rest - 1)
-                if here != Uint32(cta):
-                    chunks = self._load_row(partials, here, home)
+                # The next row is under way while this one leaves.
+                after = position + Uint32(ptx.lowest_bit(rest)) * Uint32(num_senders)
+                following = chunks
+                if rest != 0:
+                    following = self._load_row(partials, after, home)
                 if here == Uint32(cta):
                     clock.mark(Stamp.QUANTIZED, chunks[0][0])
                 self._send_row(peers, home.rank, here, chunks)
                 clock.mark(Stamp.SENT)
+                here, chunks = after, following
             # All warps have seen the headers before the first row is made empty.
             ptx.barrier()
             while live != 0:

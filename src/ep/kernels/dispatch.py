@@ -2,7 +2,8 @@
 
 Senders store the row in 16-byte chunks that announce themselves into staging rows of the peers, or
 straight into the own receive rows. Receivers wait for the chunks of the peers' rows, copy them into
-the receive rows and take them out of staging. Senders come first and never wait.
+the receive rows and take them out of staging. Senders come first and never wait. The herald, before
+all, tells the peers that this rank is in the step, and hears it of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ep.device import ptx, rows
 from ep.device.bounded import Watch
 from ep.device.home import Control, Home
 from ep.device.stamps import Stamps
+from ep.kernels.dispatch_herald import Herald
 from ep.kernels.dispatch_receive import RowReceiver
 from ep.kernels.dispatch_send import TokenSender
 from ep.kernels.options import KernelOptions, Pdl
@@ -52,6 +54,7 @@ class EpDispatch:
         self.layout = layout
         self.config = layout.config
         self.options = options
+        self.herald = Herald(layout, options)
         self.sender = TokenSender(layout, options)
         self.threads = self.sender.threads
         self.receiver = RowReceiver(layout, options, self.threads)
@@ -87,7 +90,8 @@ class EpDispatch:
         rank, num_tokens : Int32
             This rank and its T, 0..max_tokens.
         num_senders : Int32
-            CTAs that send, at least 1; the others receive, at least one where there are peers.
+            CTAs that send, at least one where there are tokens. Before them comes the herald,
+            after them those that receive, at least one where there are peers.
         stamps : Int64
             Device address of uint64 `[num_ctas, STAMPS]`; written by builds with stamps only.
         num_ctas : Int32
@@ -125,22 +129,35 @@ class EpDispatch:
         clock = Stamps.of_cta(stamps, on=self.options.stamps)
         clock.mark(Stamp.START)
         home = Home.load(self.layout, table, rank)
-        if cta < num_senders:
-            peers = rows.Peers.load(table, self.config.ranks, rank)
+        if cta == 0:
+            peers = rows.load_peers(table, self.config.ranks, rank)
             if const_expr(self.options.has_warm):
-                self.sender.warm(x, ids, weights, home, peers, num_tokens)
+                self.herald.warm(home, peers)
             self._begin(clock)
-            self.sender.send(x, ids, weights, home, peers, num_tokens, num_senders, clock)
+            step = self.herald.begin_step(home)
+            if cute.arch.warp_idx() == 0:
+                self.herald.announce(peers, home, step, num_tokens)
+                clock.mark(Stamp.SENT)
+                self.herald.listen(Watch(Phase.DISPATCH, home, step, record, timeout_ns))
+                clock.mark(Stamp.LAST)
+        elif cta <= num_senders:
+            everyone = rows.Peers.load(table, self.config.ranks, rank)
+            if const_expr(self.options.has_warm):
+                self.sender.warm(x, ids, weights, home, everyone, cta - 1, num_tokens)
+            self._begin(clock)
+            self.sender.send(
+                x, ids, weights, home, everyone, cta - 1, num_tokens, num_senders, clock
+            )
             clock.mark(Stamp.SENT)
         else:
             num_ctas, _, _ = cute.arch.grid_dim()
-            receiver = cta - num_senders
+            receiver, num_receivers = cta - 1 - num_senders, num_ctas - 1 - num_senders
             if const_expr(self.options.has_warm):
                 self.receiver.warm(home, receiver)
             self._begin(clock)
             step = ptx.load_b64(home.control(Control.COMBINED)) + 1
             watch = Watch(Phase.DISPATCH, home, step, record, timeout_ns)
-            self.receiver.receive(receiver, num_ctas - num_senders, watch, clock)
+            self.receiver.receive(receiver, num_receivers, watch, clock)
         if const_expr(self.options.pdl == Pdl.LATE):
             # Not before the wait: an idle kernel that holds an SM could keep out a peer's
             # kernel that this one waits for, where ranks share a GPU.

@@ -84,8 +84,8 @@ class RowReceiver:
     def _receive_row(self, src_rank: Int32, token: Int32, parity: Uint32, watch: Watch) -> Int32:
         """Receive a row, if there is one; gives the source's tokens, 0 where time ran out.
 
-        Each thread waits for its own chunks, and for the announcement in any case: that it came
-        lets this rank send the step after the next one (see `docs/protocol.md`).
+        Each thread waits for its own chunks. The head says whether they come; where not even a head
+        comes, the announcement says so.
         """
         tid, _, _ = cute.arch.thread_idx()
         home = watch.home
@@ -107,18 +107,20 @@ class RowReceiver:
                 here = here and wire.has_arrived(chunks[idx])
             head = ptx.load_b128(staged + self.layout.head_chunk * CHUNK_BYTES)
             said = ptx.load_b128(line)
-            num_tokens, source = Int32(wire.noted(said)), wire.noted(head)
-            is_row = token < num_tokens and source != wire.NO_TOKEN
-            known = wire.is_of(head, watch.step) and (here or not is_row)
-            waiting = not wire.is_of(said, watch.step) or (token < num_tokens and not known)
+            is_told = wire.is_of(head, watch.step)
+            source = wire.source_of(head)
+            is_row = is_told and source != wire.NO_TOKEN
+            num_tokens = wire.tokens_of(said)
+            is_none = wire.is_of(said, watch.step) and token >= num_tokens
+            if is_told:
+                num_tokens = wire.tokens_of(head)
+            waiting = not (is_none or (is_told and (here or not is_row)))
             polls += 1
             if waiting:
                 over, since_ns = bounded.is_over(polls, since_ns, watch)
                 if over:
                     bounded.report(bounded.rank_bits(src_rank, watch.num_words), since_ns, watch)
                     num_tokens, is_row, waiting = Int32(0), Boolean(False), Boolean(False)
-        if token == 0 and tid == 0:
-            ptx.store_b32(home.field("counts") + Int64(src_rank) * 4, Uint32(num_tokens))
         if is_row:
             row = home.row(src_rank, token)
             for idx in range_constexpr(self.passes):

@@ -43,10 +43,10 @@ class TokenSender:
         weights: Int64,
         home: Home,
         peers: rows.Peers,
+        token: Int32,
         num_tokens: Int32,
     ) -> None:
         """Touch what the first token needs; what is read there may still be changing."""
-        token, _, _ = cute.arch.block_idx()
         lane, warp, rank = cute.arch.lane_idx(), cute.arch.warp_idx(), home.rank
         if token < num_tokens:
             ptx.touch(home.control(Control.COMBINED))
@@ -62,8 +62,6 @@ class TokenSender:
                     place = min(token, self.config.max_tokens - 1)
                     staged = wire.staged_row(self.layout, Uint32(half), rank, place)
                     ptx.touch(peers.by_lane[0] + staged)
-                    line = wire.announcement(self.layout, Uint32(half), rank)
-                    ptx.touch(peers.by_lane[0] + line)
 
     @cute.jit
     def send(
@@ -73,12 +71,12 @@ class TokenSender:
         weights: Int64,
         home: Home,
         peers: rows.Peers,
+        token: Int32,
         num_tokens: Int32,
         num_senders: Int32,
         clock: Stamps,
     ) -> None:
-        """Send the tokens of this CTA; the first CTA also says how many there are."""
-        token, _, _ = cute.arch.block_idx()
+        """Send the tokens of this CTA: `token` and each `num_senders` further on."""
         warp = cute.arch.warp_idx()
         # Every load is under way before the first answer is needed.
         step = ptx.load_b64(home.control(Control.COMBINED))
@@ -88,18 +86,18 @@ class TokenSender:
             parity = wire.parity(step + 1)
             while token < num_tokens:
                 masks = rows.owners(expert, self.config)
+                # The next token is under way while this one leaves.
+                following = token + num_senders
+                expert = rows.load_expert(ids, following, num_tokens, self.config.top_k)
+                after = self._load_payload(x, following, num_tokens)
                 self._send_payload(words, masks, home, peers, parity, token, clock)
-                token = token + num_senders
-                expert = rows.load_expert(ids, token, num_tokens, self.config.top_k)
-                words = self._load_payload(x, token, num_tokens)
+                token, words = following, after
         else:
             weight = rows.load_expert(weights, token, num_tokens, self.config.top_k)
             step = step + 1
-            if token == 0:
-                self._announce(home, peers, step, num_tokens)
             while token < num_tokens:
                 masks = rows.owners(expert, self.config)
-                self._send_routing(expert, weight, masks, home, peers, step, token)
+                self._send_routing(expert, weight, masks, home, peers, step, token, num_tokens)
                 token = token + num_senders
                 expert = rows.load_expert(ids, token, num_tokens, self.config.top_k)
                 weight = rows.load_expert(weights, token, num_tokens, self.config.top_k)
@@ -121,27 +119,6 @@ class TokenSender:
         return tid + idx * self.payload_warps * WARP
 
     @cute.jit
-    def _announce(
-        self,
-        home: Home,
-        peers: rows.Peers,
-        step: Int64,
-        num_tokens: Int32,
-    ) -> None:
-        """Tell every rank that this one is in `step`, and how many tokens it sends."""
-        lane, rank = cute.arch.lane_idx(), home.rank
-        line = wire.announcement(self.layout, wire.parity(step), rank)
-        for word in range_constexpr(self.num_words):
-            dst_rank = lane + WARP * word
-            if dst_rank < self.config.ranks and dst_rank != rank:
-                said = wire.note(step, Uint32(num_tokens))
-                ptx.store_b128(peers.by_lane[word] + line, said)
-        if lane == 0:
-            ptx.store_b32(home.field("counts") + Int64(rank) * 4, Uint32(num_tokens))
-            # Nobody in this kernel reads it; combine does.
-            ptx.store_v2(home.control(Control.DISPATCHED), wire.words_of(step))
-
-    @cute.jit
     def _send_payload(
         self,
         words: list[list[Uint32]],
@@ -160,12 +137,13 @@ class TokenSender:
         at_own = home.field("x") + row * hidden
         for idx in range_constexpr(self.passes):
             byte = mxfp8.scale_byte(mxfp8.block_amax(words[idx]))
+            # Before the elements, whose arithmetic hides the latency of the shuffles.
+            scales = mxfp8.gather_scales(byte)
             elements = mxfp8.quantize(words[idx], mxfp8.scale_factor(byte))
             clock.mark(Stamp.QUANTIZED, elements[3])
             live = self._unit(idx) < hidden // UNIT
             offset = Int64(self._unit(idx)) * CHUNK_BYTES
             peers.store_all(masks, rank, live, at_own + offset, staged + offset, elements)
-            scales = mxfp8.gather_scales(byte)
             sealed = wire.seal_scales(scales)
             chunk = warp + idx * self.payload_warps
             if chunk < self.layout.scale_chunks:
@@ -188,6 +166,7 @@ class TokenSender:
         peers: rows.Peers,
         step: Int64,
         token: Int32,
+        num_tokens: Int32,
     ) -> None:
         """Store ids, weights and a head; to ranks without an expert only a head that says so."""
         lane, rank = cute.arch.lane_idx(), home.rank
@@ -200,7 +179,7 @@ class TokenSender:
                 said = Uint32(wire.NO_TOKEN)
             if dst_rank < self.config.ranks and dst_rank != rank:
                 at = peers.by_lane[word] + staged + self.layout.head_chunk * CHUNK_BYTES
-                ptx.store_b128(at, wire.note(step, said))
+                ptx.store_b128(at, wire.note(step, said, Uint32(num_tokens)))
         chunk = (Uint32(expert), Uint32(weight), Uint32(0), Uint32(0))
         live = lane < self.config.top_k
         offset = staged + (self.layout.first_choice_chunk + Int64(lane)) * CHUNK_BYTES

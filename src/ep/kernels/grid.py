@@ -11,8 +11,12 @@ SPARE_TOKENS = 8
 """Tokens of every source that there is a CTA for even where this rank has fewer of its own."""
 
 
+HERALDS = 1
+"""CTAs of the fence-free protocol's dispatch beside those of `dispatch_grid`, before them."""
+
+
 class Grid(NamedTuple):
-    """CTAs of a launch of the fence-free protocol; the first ones send."""
+    """CTAs of a launch of the fence-free protocol that send or wait; the first ones send."""
 
     senders: int
     ctas: int

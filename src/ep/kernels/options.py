@@ -40,6 +40,15 @@ class Warm(StrEnum):
     """That, and what they will write on the peers."""
 
 
+class Boundaries(StrEnum):
+    """What orders one kernel's reads and writes before a peer's, in the fence-free protocol."""
+
+    FENCED = "fenced"
+    """Two fences of the herald, as the PTX memory model asks; no row waits for them."""
+    TRUSTED = "trusted"
+    """The boundaries of the kernels themselves: so GPUs behave, but no document promises it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelOptions:
     """How a kernel is made, beside its shape.
@@ -51,6 +60,8 @@ class KernelOptions:
         Of the flag protocol.
     warm : Warm
         Of the fence-free protocol; only with PDL.
+    boundaries : Boundaries
+        Of the fence-free protocol.
     stamps : bool
         Whether the kernels of the fence-free protocol note when they got how far.
     norm : bool
@@ -60,6 +71,7 @@ class KernelOptions:
     pdl: Pdl = Pdl.LATE
     fences: Fences = Fences.CTA
     warm: Warm = Warm.PEERS
+    boundaries: Boundaries = Boundaries.FENCED
     norm: bool = False
     stamps: bool = False
 
@@ -77,7 +89,12 @@ class KernelOptions:
         ArgumentError
             Naming what is not an option or not one of its values.
         """
-        kinds: dict[str, type[StrEnum]] = {"pdl": Pdl, "fences": Fences, "warm": Warm}
+        kinds: dict[str, type[StrEnum]] = {
+            "pdl": Pdl,
+            "fences": Fences,
+            "warm": Warm,
+            "boundaries": Boundaries,
+        }
         chosen: dict[str, Any] = {}
         for part in text.split(","):
             name, _, value = part.strip().partition("=")

@@ -1,0 +1,106 @@
+"""The herald of dispatch: tell every rank which step this one is in, and hear it of them.
+
+That a rank is in a step says that all it did in the step before is done: what it read, what it made
+empty. Who has heard it of all ranks may send what comes after this step into the same places. The
+rows' own chunks need none of this; it is what lets them be used again.
+"""
+
+from __future__ import annotations
+
+from cutlass import Boolean, Int32, Int64, Uint32, Uint64, const_expr, cute, range_constexpr
+
+from ep.device import bounded, ptx, wire
+from ep.device.bounded import Watch
+from ep.device.home import Control, Home
+from ep.device.sync import WARP
+from ep.kernels.options import Boundaries, KernelOptions
+from ep.layout import PARITIES, EpLayout
+
+
+class Herald:
+    """What the first CTA does, by one warp: lanes work on ranks lane, lane + 32, lane + 64.
+
+    Parameters
+    ----------
+    layout : EpLayout
+    options : KernelOptions
+    """
+
+    def __init__(self, layout: EpLayout, options: KernelOptions) -> None:
+        self.layout = layout
+        self.ranks = layout.config.ranks
+        self.options = options
+        self.num_words = -(-self.ranks // WARP)
+
+    @cute.jit
+    def warm(self, home: Home, peers: list[Int64]) -> None:
+        """Touch the lines that are written and read here."""
+        lane = cute.arch.lane_idx()
+        ptx.touch(home.control(Control.COMBINED))
+        if lane < self.ranks and lane != home.rank:
+            for half in range_constexpr(PARITIES):
+                ptx.touch(peers[0] + wire.announcement(self.layout, Uint32(half), home.rank))
+                ptx.touch(home.base + wire.announcement(self.layout, Uint32(half), lane))
+
+    @cute.jit
+    def begin_step(self, home: Home) -> Int64:
+        """Number of this step; from here on warp 0 may announce it. The whole CTA takes part."""
+        if const_expr(self.options.boundaries == Boundaries.FENCED):
+            found = cute.arch.alloc_smem(Int64, 1, 8)
+            sStep = cute.make_tensor(found, cute.make_layout(1))
+            if cute.arch.warp_idx() == 0:
+                # Releases what the kernels before us did; nothing of this one is under way. It
+                # takes as long as the load, which is why another warp does that.
+                ptx.fence_acq_rel("sys")
+            elif cute.arch.warp_idx() == 1 and cute.arch.lane_idx() == 0:
+                sStep[0] = ptx.load_b64(home.control(Control.COMBINED))
+            ptx.barrier()
+            last = sStep[0]
+        else:
+            last = ptx.load_b64(home.control(Control.COMBINED))
+        return last + 1
+
+    @cute.jit
+    def announce(self, peers: list[Int64], home: Home, step: Int64, num_tokens: Int32) -> None:
+        """Tell every rank that this one is in `step`, and how many tokens it sends."""
+        lane, rank = cute.arch.lane_idx(), home.rank
+        line = wire.announcement(self.layout, wire.parity(step), rank)
+        for word in range_constexpr(self.num_words):
+            dst_rank = lane + WARP * word
+            if dst_rank < self.ranks and dst_rank != rank:
+                ptx.store_b128(peers[word] + line, wire.note(step, Uint32(0), Uint32(num_tokens)))
+        if lane == 0:
+            ptx.store_b32(home.field("counts") + Int64(rank) * 4, Uint32(num_tokens))
+            # Nobody in this kernel reads it; combine does.
+            ptx.store_v2(home.control(Control.DISPATCHED), wire.words_of(step))
+
+    @cute.jit
+    def listen(self, watch: Watch) -> None:
+        """Wait for every rank's announcement of this step; keep their tokens for combine."""
+        home, lane = watch.home, cute.arch.lane_idx()
+        for word in range_constexpr(self.num_words):
+            src_rank = lane + WARP * word
+            if src_rank < self.ranks and src_rank != home.rank:
+                line = wire.announcement(self.layout, wire.parity(watch.step), src_rank)
+                num_tokens = self._hear(home.base + line, src_rank, watch)
+                ptx.store_b32(home.field("counts") + Int64(src_rank) * 4, num_tokens)
+
+    @cute.jit
+    def _hear(self, line: Int64, src_rank: Int32, watch: Watch) -> Uint32:
+        """Wait for one announcement; gives the rank's tokens, 0 where time ran out."""
+        # An acquire is for the kernels after us: what we heard of happened before all they do.
+        order = "acquire" if self.options.boundaries == Boundaries.FENCED else "relaxed"
+        num_tokens = Uint32(0)
+        polls, since_ns = Int32(0), Uint64(0)
+        waiting = Boolean(True)
+        while waiting:
+            said = ptx.load_b128(line, order)
+            num_tokens = Uint32(wire.tokens_of(said))
+            waiting = not wire.is_of(said, watch.step)
+            polls += 1
+            if waiting:
+                over, since_ns = bounded.is_over(polls, since_ns, watch)
+                if over:
+                    bounded.report(bounded.rank_bits(src_rank, self.num_words), since_ns, watch)
+                    num_tokens, waiting = Uint32(0), Boolean(False)
+        return num_tokens
