@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ep import ArgumentError, ConfigError, DispatchFormat, EpConfig
+from ep import ArgumentError, ConfigError, DispatchFormat, EpConfig, Protocol
 from tests.strategies import configs
 
 GOOD: dict[str, Any] = {"ranks": 4, "hidden": 64, "experts": 10, "top_k": 2, "max_tokens": 8}
@@ -36,6 +36,7 @@ GOOD: dict[str, Any] = {"ranks": 4, "hidden": 64, "experts": 10, "top_k": 2, "ma
         ("max_tokens", 0, "1..65535"),
         ("max_tokens", 65536, "1..65535"),
         ("dispatch_format", "fp4", "one of mxfp8"),
+        ("protocol", "fences", "one of fence_free, flags"),
         ("timeout_s", 0, "above 0 and at most 86400 seconds"),
         ("timeout_s", -1.0, "above 0 and at most 86400 seconds"),
         ("timeout_s", float("nan"), "above 0 and at most 86400 seconds"),
@@ -71,6 +72,7 @@ def test_values_are_made_plain():
     assert type(config.ranks) is int
     assert type(config.timeout_s) is float
     assert config.dispatch_format is DispatchFormat.MXFP8
+    assert EpConfig(**(GOOD | {"protocol": "flags"})).protocol is Protocol.FLAGS
 
 
 def test_config_is_frozen_and_hashable():

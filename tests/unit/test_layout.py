@@ -1,5 +1,6 @@
 """`EpLayout`: properties that hold for every config."""
 
+import dataclasses
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import example, given
 
 from ep import EpConfig, EpLayout
-from ep.layout import LINE_BYTES, SOURCE_BITS
+from ep.layout import CHUNK_BYTES, LINE_BYTES, SOURCE_BITS
 from tests.strategies import configs
 
 RECEIVE = ("x", "scales", "ids", "weights", "header")
@@ -72,6 +73,29 @@ def test_no_line_holds_slots_or_flags_of_two_ranks(config):
     assert slots.strides_bytes[1] >= 2 * config.hidden
     for name in ("dispatch_flags", "combine_flags"):
         assert layout.fields[name].strides_bytes[0] == LINE_BYTES
+
+
+@any_config
+@example(LARGEST)
+def test_no_line_holds_staged_rows_of_two_sources_or_steps(config):
+    layout = EpLayout(config)
+    staging, lines = layout.fields["staging"], layout.fields["announcements"]
+    assert staging.shape[3] * 4 == layout.row_chunks * CHUNK_BYTES == staging.strides_bytes[2]
+    assert staging.strides_bytes[1] % LINE_BYTES == staging.strides_bytes[0] % LINE_BYTES == 0
+    assert staging.strides_bytes[1] >= config.max_tokens * staging.strides_bytes[2]
+    assert lines.strides_bytes == (config.ranks * LINE_BYTES, LINE_BYTES, 4)
+    flags = EpLayout(dataclasses.replace(config, protocol="flags"))
+    assert list(flags.fields.values()) == list(layout.fields.values())[:-2]
+
+
+@any_config
+def test_a_staged_row_has_room_for_all_of_a_token(config):
+    layout = EpLayout(config)
+    assert layout.x_chunks * CHUNK_BYTES == config.hidden
+    assert layout.scale_chunks * CHUNK_BYTES >= config.hidden // 32
+    assert layout.first_choice_chunk == layout.x_chunks + layout.scale_chunks
+    assert layout.head_chunk == layout.first_choice_chunk + config.top_k
+    assert layout.row_chunks == layout.head_chunk + 1
 
 
 @any_config

@@ -1,5 +1,7 @@
 """The table of grids: what is read, what is refused, and which grid comes of it."""
 
+import dataclasses
+import functools
 import string
 import tomllib
 from pathlib import Path
@@ -26,6 +28,7 @@ RANKS = 2
 CONFIG = ep.EpConfig(ranks=RANKS, hidden=96, experts=7, top_k=2, max_tokens=40)
 VALUES = {str: "text", int: 3, bool: True, float: 2.0, dict: {"ep": "0.1"}}
 HOW = {name: VALUES[kind] for name, kind in MEASURED.items()}
+HOW |= {name: getattr(CONFIG, name) for name in ("ranks", "hidden", "top_k")}
 ENTRY = Tuning(
     (Point(8, FORMULA), Point(64, PerSm(0.5, None))), (Point(16, PerSm(None, 2.0)),), HOW
 )
@@ -184,13 +187,16 @@ def test_the_environment_chooses_the_table(tmp_path, monkeypatch):
 
 
 def test_each_rank_takes_the_entry_of_its_gpu_and_all_hear_of_a_bad_table(tmp_path, monkeypatch):
-    def read(world):
+    def read(world, **other):
         world.device = Device(0, "uuid", "GPU", (9 + world.rank, 0), SMS, None)
-        return engine._read_tuning(world)
+        return engine._read_tuning(world, dataclasses.replace(CONFIG, **other))
 
     path = written(tmp_path, {"sm_90a": ENTRY})
     monkeypatch.setenv("EP_TUNING", str(path))
     assert run_ranks(RANKS, read) == [ENTRY, Tuning()]
+    for other in ({"ranks": 3}, {"hidden": 128}, {"top_k": 1}):
+        assert run_ranks(RANKS, functools.partial(read, **other)) == [Tuning(), Tuning()]
+    assert run_ranks(RANKS, functools.partial(read, max_tokens=9)) == [ENTRY, Tuning()]
     path.write_text("sm_90a = 3\n")
     with pytest.raises(CollectiveError, match=r"on 2 of 2 ranks: .*table\.toml: sm_90a=3"):
         run_ranks(RANKS, read)

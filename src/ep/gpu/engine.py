@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ep.bootstrap import World
+    from ep.config import EpConfig
     from ep.layout import EpLayout
     from ep.memory import SymmetricMemory
 
@@ -54,7 +55,7 @@ class GpuEngine:
         self._timeout_ns = int(layout.config.timeout_s * 1e9)
         if options is None:
             options = KernelOptions(pdl=Pdl.LATE if world.shares_gpus else Pdl.EARLY)
-        self._tuning = _read_tuning(world)
+        self._tuning = _read_tuning(world, layout.config)
         self._imposed: Mapping[Kind, PerSm] | None = None
         self._sms = self._device.num_sms / world.ranks_on_gpu
         self._launch = _load_kernels(world, layout, options)
@@ -272,8 +273,11 @@ class GpuEngine:
         return bool(status == driver.CUresult.CUDA_SUCCESS)
 
 
-def _read_tuning(world: World) -> Tuning:
-    """Read the table's entry for this architecture; a rank that cannot fails on every rank."""
+def _read_tuning(world: World, config: EpConfig) -> Tuning:
+    """Read the table's entry for this architecture, if it was measured for what `config` is.
+
+    A rank that cannot read it fails on every rank.
+    """
     assert world.device is not None
     tuning = Tuning()
     error: ConfigError | None = None
@@ -282,7 +286,7 @@ def _read_tuning(world: World) -> Tuning:
     except ConfigError as problem:
         error = problem
     world.agree(error, "reading the tuning table")
-    return tuning
+    return tuning if tuning.fits(config) else Tuning()
 
 
 def _load_kernels(

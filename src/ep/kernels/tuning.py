@@ -21,6 +21,8 @@ from ep.settings import is_set
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ep.config import EpConfig
+
 ROLES = {Kind.DISPATCH: ("senders", "receivers"), Kind.COMBINE: ("senders", "reducers")}
 """Names of the roles of each kernel, those that send first."""
 MAX_PER_SM = 32
@@ -86,6 +88,11 @@ class Tuning:
     dispatch: tuple[Point, ...] = ()
     combine: tuple[Point, ...] = ()
     measured: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def fits(self, config: EpConfig) -> bool:
+        """Whether it was measured with as many ranks and rows of this kind; else it is no guide."""
+        alike = ("ranks", "hidden", "top_k")
+        return all(self.measured.get(name) == getattr(config, name) for name in alike)
 
     def find(self, kind: Kind, num_tokens: int) -> PerSm:
         """Limits of a launch with `num_tokens` tokens."""
