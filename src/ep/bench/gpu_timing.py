@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     Times = dict[str, npt.NDArray[np.float64]]
 
 EMPTY_KERNELS = 200
+COPY_BYTES = 32 << 20
+COPIES = 8
 ROUNDS = 2000
 PROBES = 9
 
@@ -114,16 +116,39 @@ def measure_floor(world: World, layout: EpLayout) -> Floor:
     bridge = GpuBridge(device)
     arch = device.arch
     home = LocalMemory if world.is_one_process else NvshmemMemory
-    memory: SymmetricMemory = home.allocate(world, device, 128)
+    memory: SymmetricMemory = home.allocate(world, device, 2 * COPY_BYTES)
     world.barrier("measuring the floor")
     launch_us = _empty_kernel_us(layout, arch, bridge.stream)
     one_way = [_one_way_us(world, layout, arch, memory, bridge.stream) for _ in range(PROBES)]
+    copy_gbs = _copy_gbs(world, memory, bridge.stream)
     cuda.driver("StreamSynchronize", bridge.stream)
     world.barrier("measuring the floor")
     memory.close()
     bridge.close()
-    said = world.allgather([launch_us, float(np.median(one_way))], "gathering the floor")
-    return Floor(*(max(values) for values in zip(*said, strict=True)))
+    own = [launch_us, float(np.median(one_way)), copy_gbs]
+    launches, ways, rates = zip(*world.allgather(own, "gathering the floor"), strict=True)
+    # A rank without a peer has no rate.
+    return Floor(max(launches), max(ways), min((rate for rate in rates if rate), default=0.0))
+
+
+def _copy_gbs(world: World, memory: SymmetricMemory, stream: int) -> float:
+    """GB/s of copies of the first half here to the second half there, both ways at once."""
+    peer = world.rank ^ 1
+    own, there = memory.addresses[-1], memory.addresses[min(peer, world.size - 1)]
+    stamps = Events(2)
+    rates = []
+    for _ in range(PROBES):
+        world.barrier("measuring the floor")
+        if peer >= world.size:
+            continue
+        stamps.record(0, stream)
+        for _ in range(COPIES):
+            cuda.driver("MemcpyDtoDAsync", there + COPY_BYTES, own, COPY_BYTES, stream)
+        stamps.record(1, stream)
+        cuda.driver("StreamSynchronize", stream)
+        rates.append(COPIES * COPY_BYTES / stamps.elapsed_ns(0, 1))
+    stamps.close()
+    return float(np.median(rates)) if rates else 0.0
 
 
 def _empty_kernel_us(layout: EpLayout, arch: str, stream: int) -> float:

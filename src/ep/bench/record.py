@@ -117,6 +117,15 @@ class Row:
             return None
         return self.timing.pair.median / self.floor.pair
 
+    def rates_gbs(self) -> dict[str, float]:
+        """GB/s that the busiest rank sends in each call, by its median time; none if not timed."""
+        if self.timing is None:
+            return {}
+        sent = {"dispatch": self.traffic.dispatch.max, "combine": self.traffic.combine.max}
+        return {
+            name: most / (1e3 * getattr(self.timing, name).median) for name, most in sent.items()
+        }
+
     @property
     def check(self) -> Literal["passed", "failed"]:
         """Whether every rank had what the oracle says, before timing and after."""
@@ -172,7 +181,11 @@ def gpu_facts(row: Row, plan: Plan, world: World) -> dict[str, Any]:
         "gpus": world.num_gpus,
         "shared_gpus": world.shares_gpus,
         "mps": mps_runs(),
-        "floor_us": _rounded(dataclasses.asdict(row.floor) | {"pair": row.floor.pair}),
+        "floor_us": {
+            name: round(getattr(row.floor, name), 3) for name in ("launch", "one_way", "pair")
+        },
+        "copy_gbs": round(row.floor.copy_gbs, 1),
+        "rate_gbs": _rounded(row.rates_gbs()),
         "x_floor": None if row.x_floor is None else round(row.x_floor, 2),
     }
 

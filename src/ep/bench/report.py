@@ -142,7 +142,7 @@ class Report:
             f"{_count(world.num_gpus, 'GPU')}, {world.device.name}{shared}; {how}",
             (
                 f"floor {floor.pair:.2f} us a pair: 2 launches of {floor.launch:.2f}, "
-                f"2 crossings of {floor.one_way:.2f}"
+                f"2 crossings of {floor.one_way:.2f}; copies run at {floor.copy_gbs:.0f} GB/s each way"
             ),
         )
 
@@ -157,6 +157,13 @@ class Report:
             columns["x floor"] = [
                 "-" if row.x_floor is None else f"{row.x_floor:.2f}" for row in self._rows
             ]
+        copy_gbs = next((row.floor.copy_gbs for row in self._rows if row.floor), 0.0)
+        if copy_gbs:
+            for name in ("dispatch", "combine"):
+                columns[f"{name}, % of copy"] = [
+                    f"{100 * row.rates_gbs()[name] / copy_gbs:.0f}" if row.timing else "-"
+                    for row in self._rows
+                ]
         columns["KB/rank"] = [_digits(row.traffic.busiest / 1e3) for row in self._rows]
         for name in columns:
             table.add_column(name, justify="right", no_wrap=True)

@@ -81,10 +81,13 @@ class Floor:
         An empty kernel after another in a graph.
     one_way : float
         A word from a rank's store to its peer's poll, half of a round trip; 0 for one rank.
+    copy_gbs : float
+        GB/s of a copy to the peer while the peer copies here; 0 for one rank.
     """
 
     launch: float
     one_way: float
+    copy_gbs: float = 0.0
 
     @property
     def pair(self) -> float:
