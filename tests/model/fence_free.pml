@@ -2,15 +2,18 @@
  * Synchronization of the fence-free protocol: N ranks dispatch and combine for ever.
  *
  * A rank is a stream of kernels. Its senders never wait: they make their stores in one step at any
- * time in the kernel, as a store may be in flight for long anyway. Its receivers and reducers are
- * threads that each poll, act once and leave; the kernel ends when all have left, and only then
- * the next one starts. What a thread stores in the memory of its own rank is there at once: only
- * the kernels after it look at that, so a late store is no more than a late thread. What it stores
- * in another rank's memory is in flight until a `link` lands it, in any order and however late:
- * nothing waits for it but the threads that poll there, and the end of a kernel lands nothing.
+ * time in the kernel, as a store may be in flight for long anyway. So does dispatch's herald with
+ * its announcements, before or after them. Receivers and reducers are threads that each poll, act
+ * once and go on or leave; the kernel ends when all have left and the herald has heard all ranks,
+ * and only then the next one starts. What a thread stores in the memory of its own rank is there at
+ * once: only the kernels after it look at that, so a late store is no more than a late thread. What
+ * it stores in another rank's memory is in flight until a `link` lands it, in any order and however
+ * late: nothing waits for it but the threads that poll there, and the end of a kernel lands nothing.
  *
  * A thread polls several places with one load each. All that it waits for stays as it is until
  * the thread has left, which is asserted, so that looking at them in one step is no restriction.
+ * Nor is it that the herald hears all at once, when the kernel ends: nobody sees before what it has
+ * heard.
  *
  * Every store carries its step, modulo STEPS: `launch_dispatch` asserts that no rank is two steps
  * ahead of another, a store that nothing is in flight to its place, and the end of a kernel that
@@ -22,18 +25,18 @@
  *             chosen anew in each step
  *   MOST      the same for the ranks but 0, if that is fewer
  *   PARTS     chunks of a slot, 1 or 2; a row has two: its head, and a tail for all others
+ *   SPREAD    a source's tokens have receivers each, where otherwise one goes from token to token
  *   STEPS     4, or 2 for less to remember
  *   AT_ONCE   stores land at once. A place is read by threads that wait for it, and what they wait
  *             for stays, so that they may be late instead of the stores. A store that no thread
  *             waits for is found when the kernel ends. (A thread that takes what it should not
  *             while only a part of a step has landed is found with links alone.)
+ *   TOGETHER  the herald announces in the step of the senders: the links alone set them apart
  *   WATCHED   the rank whose steps are progress
  *
- * Variants that hold, too: NO_PARITY with COMBINE_WAITS (one half of everything, but combine tells
- * every rank that it runs, and waits for all), ROWS_UNTOLD (a row that has arrived is taken before
- * its source's announcement: one thread for each source waits for that), TAIL_SUFFICES (a thread
- * that has its part of the tail does not wait for the head), EMPTIED_HEADS (a head bears no step
- * and is emptied like the tail, but only after all threads of its row have looked at it),
+ * Variants that hold, too: HERALD_LAST (it announces after the senders, never before), NO_PARITY
+ * with COMBINE_WAITS (one half of everything, but combine tells every rank that it runs, and waits
+ * for all), HEADS_OVERSTATE (a head tells more tokens than there are: only fewer would be wrong),
  * ANNOUNCED_EARLY (combine announces the next step, as if T were known then; a rank may be two
  * steps ahead, which needs STEPS=4).
  * BUG is one of those below: each breaks one rule.
@@ -43,30 +46,31 @@
 #endif
 #define BUG_ABSENT_UNSEEN 1 /* a thread of the tail does not look at the head */
 #define BUG_ABSENT_UNSENT 2 /* a token's head goes to the chosen ranks alone */
-#define BUG_ANNOUNCEMENT_TORN 3 /* two stores: the epoch may land before T */
-#define BUG_ANNOUNCEMENT_UNDATED 4 /* whatever was announced is taken */
-#define BUG_COUNTED_NEVER 5 /* combine does not store its epoch, so all are 1 */
-#define BUG_COUNTED_ONCE 6 /* one control word: late threads find it counted up by their kernel */
-#define BUG_COUNTED_TWICE 7 /* both kernels count up, so that the parity stays */
-#define BUG_HEAD_EARLY 8 /* EMPTIED_HEADS, but not after all threads have looked */
-#define BUG_HEAD_SUFFICES 9 /* the tail is taken when the head has arrived */
-#define BUG_HEAD_UNDATED 10 /* any head is taken: the one of two steps ago is still there */
-#define BUG_IDLE_RECEIVES_NOT 11 /* a rank without tokens announces and leaves */
-#define BUG_IDLE_SILENT 12 /* a rank without tokens announces nothing */
-#define BUG_IDLE_UNAWAITED 13 /* rank 0 alone has tokens, and so does not wait for the others */
-#define BUG_ONE_ANNOUNCEMENT 14 /* without parity */
-#define BUG_ONE_STAGING 15 /* without parity */
-#define BUG_OVERLAP_COMBINE 16 /* combine starts before dispatch's threads have left */
-#define BUG_OVERLAP_DISPATCH 17 /* the next dispatch starts before combine's threads have left */
-#define BUG_ROW_KEPT 18 /* combine does not make a row empty */
-#define BUG_SLOT_KEPT 19 /* a slot is not emptied */
-#define BUG_SLOT_LATE 20 /* it is emptied by the next dispatch, beside its announcement */
-#define BUG_SLOT_UNAWAITED 21 /* a reducer does not wait for a token's last rank */
-#define BUG_TAIL_KEPT 22 /* a tail is not emptied */
-#define BUG_TAIL_LATE 23 /* it is emptied by the next dispatch, which uses the other half */
-#if BUG == BUG_HEAD_EARLY
-#define EMPTIED_HEADS
-#endif
+#define BUG_ANNOUNCEMENT_IGNORED 3 /* receivers look at heads alone */
+#define BUG_ANNOUNCEMENT_TORN 4 /* two stores: the epoch may land before T */
+#define BUG_ANNOUNCEMENT_UNDATED 5 /* whatever was announced is taken */
+#define BUG_COUNTED_NEVER 6 /* combine does not store its epoch, so all are 1 */
+#define BUG_COUNTED_ONCE 7 /* one control word: late threads find it counted up by their kernel */
+#define BUG_COUNTED_TWICE 8 /* both kernels count up, so that the parity stays */
+#define BUG_HEAD_MISCOUNTS 9 /* it tells the T of the step before */
+#define BUG_HEAD_SUFFICES 10 /* the tail is taken when the head has arrived */
+#define BUG_HEAD_UNDATED 11 /* any head is taken: the one of two steps ago is still there */
+#define BUG_HERALD_DEAF 12 /* it announces and leaves, and the kernel ends without it */
+#define BUG_HERALD_FORGETS 13 /* it does not wait for one of the ranks */
+#define BUG_HERALD_UNPLACED 14 /* it does not run before the receivers have left */
+#define BUG_IDLE_RECEIVES_NOT 15 /* a rank without tokens announces and leaves */
+#define BUG_IDLE_SILENT 16 /* a rank without tokens announces nothing */
+#define BUG_IDLE_UNAWAITED 17 /* rank 0 alone has tokens, and so does not wait for the others */
+#define BUG_ONE_ANNOUNCEMENT 18 /* without parity */
+#define BUG_ONE_STAGING 19 /* without parity */
+#define BUG_OVERLAP_COMBINE 20 /* combine starts before dispatch's threads have left */
+#define BUG_OVERLAP_DISPATCH 21 /* the next dispatch starts before combine's threads have left */
+#define BUG_ROW_KEPT 22 /* combine does not make a row empty */
+#define BUG_SLOT_KEPT 23 /* a slot is not emptied */
+#define BUG_SLOT_LATE 24 /* it is emptied by the next dispatch, beside its announcement */
+#define BUG_SLOT_UNAWAITED 25 /* a reducer does not wait for a token's last rank */
+#define BUG_TAIL_KEPT 26 /* a tail is not emptied */
+#define BUG_TAIL_LATE 27 /* it is emptied by the next dispatch, which uses the other half */
 #if BUG == BUG_IDLE_UNAWAITED
 #undef MOST
 #define MOST 0
@@ -87,21 +91,26 @@
 /*
  * Memory of the owner, written by the peer: step + 1, or 0 for empty. Heads and announcements are
  * notes: many threads read them and none empties them, so they have an epoch + 1 and what they say,
- * LIVE (or nothing: the token has no expert here) and T.
+ * which is T, and in heads LIVE, too (or not: the token has no expert here).
  */
 #define NOTE(epoch, what) (((what) << 3) | ((epoch) + 1))
 #define IS_OF(note, epoch) (((note) & 7) == (epoch) + 1)
 #define SAYS(note) ((note) >> 3)
 #define LIVE 1
+#define HEAD_SAYS(count, live) (((count) << 1) | (live))
+#define IS_LIVE(note) (SAYS(note) & LIVE)
+#define COUNT_OF(note) (SAYS(note) >> 1)
 /* An epoch that nobody looks for. The real ones do not come round, so when a dispatch has ended all
  * that it could take is that. */
 #define OLD 7
-#define FORGET(note) WHEN(!IS_OF(note, SUCCESSOR(epoch)), note = OLD)
-#if BUG || defined(EMPTIED_HEADS)
+#if BUG
 #define AT_FIRST 0
+#define FORGOTTEN(note) ((note) | OLD)
 #else
 #define AT_FIRST OLD /* to have fewer states */
+#define FORGOTTEN(note) OLD
 #endif
+#define FORGET(note) WHEN(!IS_OF(note, SUCCESSOR(EPOCH(r))), note = FORGOTTEN(note))
 byte head[2 * N * N * TOKENS] = AT_FIRST, announcement[2 * N * N] = AT_FIRST;
 byte tail[2 * N * N * TOKENS], slot[N * N * TOKENS * PARTS];
 #ifndef AT_ONCE
@@ -118,31 +127,21 @@ bit run_awaited[N * N];
 #endif
 
 /* What the owner's kernels alone touch: a clean row, as its elements and its source word. */
-byte row[N * N * TOKENS], source[N * N * TOKENS], counts[N * N];
+byte row[N * N * TOKENS], source[N * N * TOKENS];
 byte dispatched[N], combined[N];
 
 /* A rank's step and the arguments of its next kernel. */
 byte step[N], tokens[N], dests[N * TOKENS];
 bit is_ahead[N];
-/* Threads that have not left: of each row (bits), of each source, and of each token's parts. */
+#if BUG == BUG_HEAD_MISCOUNTS
+byte tokens_before[N];
+#endif
+/* Threads that have not left: receivers of each row (bits), and of each token's parts. */
 #define POLLS_HEAD 1
 #define POLLS_TAIL 2
-#define HOLDS_HEAD 4
-#ifdef EMPTIED_HEADS
-#define ALL_THREADS 7
-#else
-#define ALL_THREADS 3
-#endif
 byte row_threads[N * N * TOKENS], slots_awaited[N * TOKENS * PARTS];
-#ifdef ROWS_UNTOLD
-bit source_thread[N * N];
-#define START_SOURCE(at) source_thread[at] = 1; dispatch_left[r]++
-#define KEEP_COUNT(token) skip
-#else
-#define START_SOURCE(at) skip
-#define KEEP_COUNT(token) WHEN((token) == 0, counts[AT(d, s)] = SAID_TOKENS)
-#endif
-byte dispatch_left[N], combine_left[N];
+bit herald_runs[N];
+byte receivers_left[N], reducers_left[N];
 
 hidden byte i, j, k, value;
 
@@ -178,11 +177,11 @@ hidden byte i, j, k, value;
 
 /* Nothing is overwritten before it was read and emptied: not even unseen. */
 #define PUT(place, at, what) assert(place[at] == 0); place[at] = what
-/* No note is overwritten that the running dispatch waits for or reads. */
+/* No note is overwritten that the running dispatch waits for or reads: its herald leaves last. */
 #define USES_HEADS(half, d) (STAGING_HALF(EPOCH(d)) == half)
 #define USES_ANNOUNCEMENTS(half, d) (ANNOUNCED_HALF(EPOCH(d)) == half)
 #define TELL(place, at, note, uses, half, d) \
-    assert(dispatch_left[d] == 0 || !uses(half, d) || IS_OF(note, EPOCH(d))); \
+    assert(!herald_runs[d] || !uses(half, d) || IS_OF(note, EPOCH(d))); \
     place[at] = note
 #ifdef AT_ONCE
 #define STORE(place, sent, at, what) PUT(place, at, what)

@@ -27,6 +27,20 @@ inline announce(epoch, count) {
             NOTE(epoch, count), USES_ANNOUNCEMENTS, ANNOUNCED_HALF(epoch), i)))
 }
 
+/* What a thread of dispatch on rank d sees of source s. */
+#define SAID(d, s) announcement[HALF_AT(ANNOUNCED_HALF(EPOCH(d)), d, s)]
+#define IS_IDLE(d) (BUG == BUG_IDLE_RECEIVES_NOT && tokens[d] == 0)
+#define IS_TOLD(d, s) \
+    ((BUG == BUG_ANNOUNCEMENT_UNDATED -> SAID(d, s) != 0 : IS_OF(SAID(d, s), EPOCH(d))) || \
+        IS_IDLE(d) || (BUG == BUG_IDLE_UNAWAITED && s != 0))
+#define SAID_TOKENS(d, s) (IS_IDLE(d) -> 0 : SAYS(SAID(d, s)))
+
+#if TOKENS == 1 || defined(SPREAD)
+#define FIRST_TOKENS TOKENS
+#else
+#define FIRST_TOKENS 1
+#endif
+
 inline launch_dispatch() {
     d_step {
         step[r] = SUCCESSOR(step[r]);
@@ -40,74 +54,81 @@ inline launch_dispatch() {
     choose_tokens();
 #endif
     d_step {
-        EACH_RANK(WHEN(i != r,
-            START_SOURCE(AT(r, i));
-            for (j : 0 .. TOKENS - 1) { row_threads[CELL(r, i, j)] = ALL_THREADS }
-            dispatch_left[r] = dispatch_left[r] + TOKENS));
-        epoch = EPOCH(r);
-        assert(BUG || epoch == step[r])
+        EACH_ROW(WHEN(i != r && j < FIRST_TOKENS,
+            row_threads[CELL(r, i, j)] = POLLS_HEAD | POLLS_TAIL;
+            receivers_left[r] = receivers_left[r] + 2));
+        herald_runs[r] = 1;
+        assert(BUG || EPOCH(r) == step[r])
     }
 }
 
-#define STAGED(peer, token) HALF_CELL(STAGING_HALF(epoch), peer, r, token)
-#define SEND_HEAD(peer, token, what) \
-    STORE_NOTE(head, head_sent, STAGED(peer, token), NOTE(epoch, what), \
-        USES_HEADS, STAGING_HALF(epoch), peer)
+inline begin_step() {
+#ifndef ANNOUNCED_EARLY
+    WHEN(BUG != BUG_IDLE_SILENT || tokens[r] > 0, announce(EPOCH(r), tokens[r]));
+#endif
+    dispatched[r] = EPOCH(r)
+}
+
+#define STAGED(peer, token) HALF_CELL(STAGING_HALF(EPOCH(r)), peer, r, token)
+#define SEND_HEAD(peer, token, live) \
+    STORE_NOTE(head, head_sent, STAGED(peer, token), \
+        NOTE(EPOCH(r), HEAD_SAYS(TOLD_TOKENS, live)), USES_HEADS, STAGING_HALF(EPOCH(r)), peer)
+#if BUG == BUG_HEAD_MISCOUNTS
+#define TOLD_TOKENS tokens_before[r]
+#elif defined(HEADS_OVERSTATE)
+#define TOLD_TOKENS TOKENS
+#else
+#define TOLD_TOKENS tokens[r]
+#endif
 
 inline send_rows() {
-#ifndef ANNOUNCED_EARLY
-    WHEN(BUG != BUG_IDLE_SILENT || tokens[r] > 0, announce(epoch, tokens[r]));
-#endif
     EACH_ROW(WHEN(i != r && j < tokens[r],
         if
         :: (dests[r * TOKENS + j] >> i) & 1 ->
             SEND_HEAD(i, j, LIVE);
             STORE(tail, tail_sent, STAGED(i, j), step[r] + 1)
         :: else -> WHEN(BUG != BUG_ABSENT_UNSENT, SEND_HEAD(i, j, 0))
-        fi));
-    dispatched[r] = epoch
+        fi))
 }
 
-#ifdef EMPTIED_HEADS
-#define IS_HEAD_TAKEN(at) (head[at] == 0 && !IS_IN_FLIGHT(head_sent, at))
-#define FORGET_HEAD(at) skip
-#else
-#define FORGET_HEAD(at) FORGET(head[at])
-#define IS_HEAD_TAKEN(at) (!IS_IN_FLIGHT(head_sent, at))
-#endif
-#define IS_TAIL_TAKEN(at) (tail[at] == 0 && !IS_IN_FLIGHT(tail_sent, at))
+#define HAS_HEARD(peer) \
+    ((peer) == r || BUG == BUG_HERALD_DEAF || \
+        (BUG == BUG_HERALD_FORGETS && (peer) == (r + 1) % N) || IS_TOLD(r, peer))
 
 inline end_dispatch() {
-    dispatch_left[r] == 0 || BUG == BUG_OVERLAP_COMBINE;
+    (receivers_left[r] == 0 && ALL_RANKS(HAS_HEARD)) || BUG == BUG_OVERLAP_COMBINE;
+    herald_runs[r] = 0;
     EACH_ROW(
         /* The experts find nothing early, of another step, or that the count does not tell. */
         value = row[CELL(r, i, j)];
         assert(value == source[CELL(r, i, j)]);
-        assert(value == 0 || (value == step[r] + 1 && j < counts[AT(r, i)]));
+        assert(value == 0 ||
+            (value == step[r] + 1 && IS_TOLD(r, i) && j < SAID_TOKENS(r, i)));
         /* Nothing is lost: what was sent to here in this step has arrived and was taken. */
-        value = HALF_CELL(STAGING_HALF(epoch), r, i, j);
-        assert(BUG || (IS_HEAD_TAKEN(value) && IS_TAIL_TAKEN(value)));
-        FORGET_HEAD(value)
+        value = HALF_CELL(STAGING_HALF(EPOCH(r)), r, i, j);
+        assert(BUG || !(tail[value] || IS_IN_FLIGHT(tail_sent, value)));
+        assert(BUG || !IS_IN_FLIGHT(head_sent, value))
     );
+    EACH_ROW(FORGET(head[HALF_CELL(STAGING_HALF(EPOCH(r)), r, i, j)]));
     EACH_RANK(
-        counts[AT(r, i)] = 0;
-        value = HALF_AT(ANNOUNCED_HALF(epoch), r, i);
-        assert(BUG || i == r || IS_OF(announcement[value], epoch));
-        FORGET(announcement[value])
-    );
-    epoch = 0
+        assert(BUG || i == r || IS_OF(SAID(r, i), EPOCH(r)));
+        FORGET(SAID(r, i))
+    )
 }
 
 inline launch_combine() {
     for (j : 0 .. TOKENS - 1) {
         EACH_PART(WHEN(j < tokens[r] && dests[r * TOKENS + j],
             slots_awaited[(r * TOKENS + j) * PARTS + k] = dests[r * TOKENS + j];
-            combine_left[r]++));
+            reducers_left[r]++));
         dests[r * TOKENS + j] = 0
     }
+#if BUG == BUG_HEAD_MISCOUNTS
+    tokens_before[r] = tokens[r];
+#endif
     tokens[r] = 0;
 #ifdef COMBINE_WAITS
-    EACH_RANK(WHEN(i != r, run_awaited[AT(r, i)] = 1; combine_left[r]++));
+    EACH_RANK(WHEN(i != r, run_awaited[AT(r, i)] = 1; reducers_left[r]++));
 #endif
     i = 0
 }
@@ -124,7 +145,7 @@ inline send_partials() {
 }
 
 inline end_combine() {
-    combine_left[r] == 0 || BUG == BUG_OVERLAP_DISPATCH;
+    reducers_left[r] == 0 || BUG == BUG_OVERLAP_DISPATCH;
     EACH_ROW(EACH_PART(
         value = PART(r, i, j, k);
         assert(BUG || (slot[value] == 0 && !IS_IN_FLIGHT(slot_sent, value)))))
@@ -134,7 +155,7 @@ inline end_combine() {
 inline empty_late() {
     EACH_ROW(
         WHEN(BUG == BUG_SLOT_LATE, EACH_PART(slot[PART(r, i, j, k)] = 0));
-        WHEN(BUG == BUG_TAIL_LATE, tail[HALF_CELL(1 - STAGING_HALF(epoch), r, i, j)] = 0))
+        WHEN(BUG == BUG_TAIL_LATE, tail[HALF_CELL(1 - STAGING_HALF(EPOCH(r)), r, i, j)] = 0))
 }
 
 /* Senders start whenever they like; where a store may be late in its place only, at once. */
@@ -143,17 +164,29 @@ inline empty_late() {
 #else
 #define KERNEL(launch, send) atomic { launch } d_step { send }
 #endif
+#if BUG == BUG_HERALD_UNPLACED
+#define DISPATCH KERNEL(launch_dispatch(), send_rows()) d_step { receivers_left[r] == 0; begin_step() }
+#elif defined(AT_ONCE) || defined(TOGETHER)
+#define DISPATCH KERNEL(launch_dispatch(), send_rows(); begin_step())
+#elif defined(HERALD_LAST)
+#define DISPATCH KERNEL(launch_dispatch(), send_rows()) d_step { begin_step() }
+#else
+#define DISPATCH \
+    atomic { launch_dispatch() } \
+    if \
+    :: d_step { begin_step() } d_step { send_rows() } \
+    :: d_step { send_rows() } d_step { begin_step() } \
+    fi;
+#endif
 
 active [N] proctype stream() {
     byte r = _pid;
-    /* What a sender has read when it starts. */
-    byte epoch;
 
 #ifdef ANNOUNCED_EARLY
     atomic { choose_tokens(); d_step { announce(1, tokens[r]) } }
 #endif
     do
-    :: KERNEL(launch_dispatch(), send_rows())
+    :: DISPATCH
 #if BUG == BUG_SLOT_LATE || BUG == BUG_TAIL_LATE
         d_step { empty_late() }
 #endif
@@ -187,7 +220,7 @@ inline take_slots(token, part) {
         assert(slot[PART(r, i, token, part)] == step[r] + 1);
         WHEN(BUG != BUG_SLOT_KEPT && BUG != BUG_SLOT_LATE, slot[PART(r, i, token, part)] = 0)));
     AWAITED(token, part) = 0;
-    combine_left[r]--
+    reducers_left[r]--
 }
 
 active [N] proctype reducers() {
@@ -207,44 +240,39 @@ active [N] proctype reducers() {
     od
 }
 
-/* What a thread of dispatch on rank d sees of source s. */
-#define SAID announcement[HALF_AT(ANNOUNCED_HALF(EPOCH(d)), d, s)]
-#define IS_IDLE (BUG == BUG_IDLE_RECEIVES_NOT && tokens[d] == 0)
-#define IS_TOLD \
-    ((BUG == BUG_ANNOUNCEMENT_UNDATED -> SAID != 0 : IS_OF(SAID, EPOCH(d))) || IS_IDLE || \
-        (BUG == BUG_IDLE_UNAWAITED && s != 0))
-#define SAID_TOKENS (IS_IDLE -> 0 : SAYS(SAID))
-#ifdef ROWS_UNTOLD
-#define IS_ROW_TOLD(token) true
-#else
-#define IS_ROW_TOLD(token) (IS_TOLD && (token) < SAID_TOKENS)
-#endif
+/* What a receiver on rank d sees of source s. */
+#define IS_NONE(token) \
+    (BUG != BUG_ANNOUNCEMENT_IGNORED && IS_TOLD(d, s) && (token) >= SAID_TOKENS(d, s))
 #define HEAD(token) head[HALF_CELL(STAGING_HALF(EPOCH(d)), d, s, token)]
-#if defined(EMPTIED_HEADS) || BUG == BUG_HEAD_UNDATED
-#define HAS_HEAD(token) (HEAD(token) != 0)
-#else
-#define HAS_HEAD(token) IS_OF(HEAD(token), EPOCH(d))
-#endif
-#define IS_ABSENT(token) (HAS_HEAD(token) && SAYS(HEAD(token)) != LIVE)
+#define HAS_HEAD(token) (BUG == BUG_HEAD_UNDATED -> HEAD(token) != 0 : IS_OF(HEAD(token), EPOCH(d)))
+#define IS_ABSENT(token) (HAS_HEAD(token) && !IS_LIVE(HEAD(token)))
 #define TAIL(token) tail[HALF_CELL(STAGING_HALF(EPOCH(d)), d, s, token)]
 #if BUG == BUG_HEAD_SUFFICES
 #define HAS_TAIL(token) HAS_HEAD(token)
 #elif BUG == BUG_ABSENT_UNSEEN
 #define HAS_TAIL(token) (TAIL(token) != 0)
-#elif defined(TAIL_SUFFICES)
-#define HAS_TAIL(token) (TAIL(token) || IS_ABSENT(token))
 #else
 #define HAS_TAIL(token) (HAS_HEAD(token) && (TAIL(token) || IS_ABSENT(token)))
 #endif
 
 #define THREADS(token) row_threads[CELL(d, s, token)]
-#define LEAVE(token, threads) \
-    THREADS(token) = THREADS(token) & ~(threads); \
-    WHEN(THREADS(token) == 0, dispatch_left[d]--)
+/* Threads have done with a token, and as far as they know there are `count`. */
+#if FIRST_TOKENS == TOKENS
+#define GO_ON(token, threads, count) LEAVE(threads)
+#else
+#define GO_ON(token, threads, count) \
+    if \
+    :: (token) + 1 < TOKENS && (token) + 1 < (count) -> \
+        row_threads[CELL(d, s, TOKENS - 1)] = row_threads[CELL(d, s, TOKENS - 1)] | (threads) \
+    :: else -> LEAVE(threads) \
+    fi
+#endif
+#define LEAVE(threads) receivers_left[d] = receivers_left[d] - (((threads) + 1) >> 1)
 
 inline take_head(token) {
-    WHEN(!IS_ABSENT(token), source[CELL(d, s, token)] = HEAD(token) & 7);
-    LEAVE(token, POLLS_HEAD)
+    WHEN(IS_LIVE(HEAD(token)), source[CELL(d, s, token)] = HEAD(token) & 7);
+    THREADS(token) = THREADS(token) & ~POLLS_HEAD;
+    GO_ON(token, POLLS_HEAD, COUNT_OF(HEAD(token)))
 }
 
 inline take_tail(token) {
@@ -257,45 +285,35 @@ inline take_tail(token) {
         row[CELL(d, s, token)] = TAIL(token);
         WHEN(BUG != BUG_TAIL_KEPT && BUG != BUG_TAIL_LATE, TAIL(token) = 0)
     fi;
-    KEEP_COUNT(token);
-    LEAVE(token, POLLS_TAIL)
+    THREADS(token) = THREADS(token) & ~POLLS_TAIL;
+    GO_ON(token, POLLS_TAIL, COUNT_OF(HEAD(token)))
 }
 
-/* Where there is no such token, all threads leave at the last one's time. */
+/* Where there is no such token, all threads that wait for it leave at the last one's time. */
+inline take_nothing(token) {
+    assert(BUG || !HAS_HEAD(token));
+    value = THREADS(token);
+    THREADS(token) = 0;
+    LEAVE(value)
+}
+
 #define RECEIVE(token) \
-    :: d_step { THREADS(token) == ALL_THREADS && IS_TOLD && (token) >= SAID_TOKENS -> \
-            KEEP_COUNT(token); LEAVE(token, ALL_THREADS) } \
-    :: d_step { (THREADS(token) & POLLS_HEAD) && IS_ROW_TOLD(token) && HAS_HEAD(token) -> \
-            take_head(token) } \
-    :: d_step { (THREADS(token) & POLLS_TAIL) && IS_ROW_TOLD(token) && HAS_TAIL(token) -> \
-            take_tail(token) } \
-    EMPTY_HEAD(token)
-#ifdef EMPTIED_HEADS
-/* All threads of a row look at the head: the one that holds it empties it after they have met. */
-#define LOOK_AT_HEAD (BUG == BUG_HEAD_EARLY -> POLLS_HEAD : POLLS_HEAD | POLLS_TAIL)
-#define EMPTY_HEAD(token) \
-    :: d_step { (THREADS(token) & HOLDS_HEAD) && !(THREADS(token) & LOOK_AT_HEAD) -> \
-            HEAD(token) = 0; LEAVE(token, HOLDS_HEAD) }
-#else
-#define EMPTY_HEAD(token)
-#endif
+    :: d_step { THREADS(token) && IS_NONE(token) -> take_nothing(token) } \
+    :: d_step { (THREADS(token) & POLLS_HEAD) && HAS_HEAD(token) -> take_head(token) } \
+    :: d_step { (THREADS(token) & POLLS_TAIL) && HAS_TAIL(token) -> take_tail(token) }
 
 active [N * N] proctype receivers() {
     byte d = (_pid - 2 * N) / N, s = (_pid - 2 * N) % N;
 
     do
     RECEIVE(0)
-#ifdef ROWS_UNTOLD
-    :: d_step { source_thread[AT(d, s)] && IS_TOLD ->
-            counts[AT(d, s)] = SAID_TOKENS; source_thread[AT(d, s)] = 0; dispatch_left[d]-- }
-#endif
 #if TOKENS == 2
     RECEIVE(1)
 #endif
 #ifdef COMBINE_WAITS
     :: d_step { run_awaited[AT(d, s)] && running[AT(d, s)] ->
             assert(running[AT(d, s)] == step[d] + 1); running[AT(d, s)] = 0;
-            run_awaited[AT(d, s)] = 0; combine_left[d]-- }
+            run_awaited[AT(d, s)] = 0; reducers_left[d]-- }
 #endif
     od
 }

@@ -41,11 +41,11 @@ def _loaded_as(kind: str) -> Callable[[re.Match[str]], str]:
         at, offset, guard = found["at"], int(found["offset"] or 0), found["guard"] or ""
         if kind == "halves":
             loads = "".join(
-                f" {guard}ld.relaxed.sys.global.b64 half{half}, [{at}+{offset + 8 * half}];"
+                f" {guard}ld.{found['order']}.sys.global.b64 half{half}, [{at}+{offset + 8 * half}];"
                 for half in range(2)
             )
         else:
-            order = "" if kind == "weak words" else ".relaxed.sys"
+            order = "" if kind == "weak words" else f".{found['order']}.sys"
             loads = (
                 f" {guard}ld{order}.global.v4.b32 {_WORDS}, [{at}+{offset}];"
                 f" {guard}mov.b64 half0, {{word0, word1}};"
@@ -58,7 +58,8 @@ def _loaded_as(kind: str) -> Callable[[re.Match[str]], str]:
 
 _AT = r"\[(?P<at>%\w+)(?:\+(?P<offset>\d+))?\]"
 _PIECES = ("halves", "words", "weak words")
-_RULES: list[tuple[str, str, dict[str, str | Callable[[re.Match[str]], str]]]] = [
+_Rules = list[tuple[str, str, dict[str, "str | Callable[[re.Match[str]], str]"]]]
+_RULES: _Rules = [
     # name of the place, pattern, what it becomes by name of the change
     ("fence", r"fence\.acq_rel\.sys;", {"removed": "", "gpu": "fence.acq_rel.gpu;"}),
     ("barrier", r"bar\.sync\s+0;", {"removed": ""}),
@@ -125,11 +126,22 @@ _RULES: list[tuple[str, str, dict[str, str | Callable[[re.Match[str]], str]]]] =
     ),
     (
         "chunk load",
-        r"(?P<guard>@\w+ )?ld\.relaxed\.sys\.global\.b128 (?P<all>\w+), " + _AT + ";",
+        r"(?P<guard>@\w+ )?ld\.(?P<order>relaxed)\.sys\.global\.b128 (?P<all>\w+), " + _AT + ";",
         {
             "gpu": lambda found: found[0].replace(".sys", ".gpu"),
             **{kind: _loaded_as(kind) for kind in _PIECES},
         },
+    ),
+    (
+        "acquired chunk",
+        r"(?P<guard>@\w+ )?ld\.(?P<order>acquire)\.sys\.global\.b128 (?P<all>\w+), " + _AT + ";",
+        {kind: _loaded_as(kind) for kind in _PIECES},
+    ),
+    # The constant is that of the fence-free protocol's chunks.
+    (
+        "seal",
+        r"selp\.b32\s+(?P<to>%r\d+), 2147450879, (?P<of>%r\d+), %p\d+;",
+        {"removed": r"mov.b32 \g<to>, \g<of>;"},
     ),
     ("bits", r"atom\.relaxed\.gpu(?P<rest>\.global\.or)", {"cta": r"atom.relaxed.cta\g<rest>"}),
     ("store", r"st\.global[^;]*;", {"removed": ""}),
@@ -141,6 +153,21 @@ _RULES: list[tuple[str, str, dict[str, str | Callable[[re.Match[str]], str]]]] =
         {"moved before": r"\g<trigger> \g<wait>"},
     ),
 ]
+FREE_RULES: _Rules = [
+    *_RULES,
+    ("shared store", r"st\.shared[^;]*;", {"removed": ""}),
+    (
+        "claim",
+        r"atom\.relaxed\.gpu\.global\.exch\.b32 (?P<to>%r\d+), [^;]*;",
+        {"removed": r"mov.b32 \g<to>, 0;"},
+    ),
+    (
+        "bits",
+        r"atom\.relaxed\.gpu\.global\.or\.b32 (?P<to>%r\d+), [^;]*;",
+        {"removed": r"mov.b32 \g<to>, 0;"},
+    ),
+]
+"""Those that are for the kernels of the fence-free protocol, besides all others."""
 ORDERING = {"fence", "barrier", "vote barrier", "warp barrier", "arrival", "poll"}
 
 
@@ -159,9 +186,11 @@ class Mutant:
     ptx: str
 
 
-def mutants(ptx: str, places: set[str] | None = None) -> Iterator[Mutant]:
+def mutants(
+    ptx: str, places: set[str] | None = None, rules: _Rules = _RULES
+) -> Iterator[Mutant]:
     """All single changes, or those at `places` only."""
-    for place, pattern, changes in _RULES:
+    for place, pattern, changes in rules:
         if places is not None and place not in places:
             continue
         for number, found in enumerate(re.finditer(pattern, ptx)):

@@ -142,7 +142,7 @@ class Report:
             f"{_count(world.num_gpus, 'GPU')}, {world.device.name}{shared}; {how}",
             (
                 f"floor {floor.pair:.2f} us a pair: 2 launches of {floor.launch:.2f}, "
-                f"2 crossings of {floor.one_way:.2f}; a copy runs at {floor.copy_gbs:.0f} GB/s each way"
+                f"2 crossings of {floor.one_way:.2f}; a copy to the peer: {floor.copy_gbs:.0f} GB/s"
             ),
         )
 

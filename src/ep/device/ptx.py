@@ -77,17 +77,8 @@ def load_b64(addr: Int64, order: str = "weak", scope: str = "sys") -> Int64:
 
 def load_v4(addr: Int64, order: str = "weak", scope: str = "sys") -> Vec4:
     """16 bytes as four words; not one single-copy access, and "relaxed" never served by L1."""
-    return _load_v4(_ordered(order, scope), "", addr)
-
-
-def load_v4_cg(addr: Int64) -> Vec4:
-    """16 bytes, weak, cached in L2 only: for data read once."""
-    return _load_v4("", ".cg", addr)
-
-
-def load_v4_nc(addr: Int64) -> Vec4:
-    """16 bytes through the read-only path. Nobody may write them while the kernel runs."""
-    return _load_v4("", ".nc", addr)
+    code = f"ld{_ordered(order, scope)}.global.v4.b32 {{$0, $1, $2, $3}}, [$4];"
+    return _asm(code, [Uint32] * 4, [Int64(addr)])
 
 
 def load_v4_if(wanted: Boolean, addr: Int64, order: str = "weak", scope: str = "sys") -> Vec4:
@@ -110,26 +101,9 @@ def load_b128(addr: Int64, order: str = "relaxed") -> Vec4:
     return _asm(code, [Uint32] * 4, [Int64(addr)])
 
 
-def poll_b128(wanted: Boolean, addr: Int64, seen: Vec4) -> Vec4:
-    """`load_b128` where `wanted`, else `seen` without touching `addr`."""
-    keep = " ".join(f"mov.b32 ${idx}, ${idx + 6};" for idx in range(4))
-    code = (
-        "{ .reg .pred p; .reg .b64 lo, hi; .reg .b128 all; setp.ne.u32 p, $4, 0; "
-        + keep
-        + " @p ld.relaxed.sys.global.b128 all, [$5]; @p mov.b128 {lo, hi}, all;"
-        " @p mov.b64 {$0, $1}, lo; @p mov.b64 {$2, $3}, hi; }"
-    )
-    return _asm(code, [Uint32] * 4, [Uint32(wanted), Int64(addr), *map(Uint32, seen)])
-
-
 def touch(addr: Int64) -> None:
     """Load 4 bytes and drop them, so that the translation of `addr` is at hand later."""
     _asm("{ .reg .b32 drop; ld.volatile.global.b32 drop, [$0]; }", [], [Int64(addr)])
-
-
-def _load_v4(order: str, cache: str, addr: Int64) -> Vec4:
-    code = f"ld{order}.global{cache}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
-    return _asm(code, [Uint32] * 4, [Int64(addr)])
 
 
 # Stores.
@@ -182,12 +156,6 @@ def store_b128(addr: Int64, values: Vec4) -> None:
 def fence_acq_rel(scope: str) -> None:
     """Order what this thread did and saw before against what it does after, at `scope`."""
     _asm(f"fence.acq_rel.{scope};", [], [])
-
-
-def atom_add(addr: Int64, value: Uint32, order: str = "relaxed", scope: str = "gpu") -> Uint32:
-    """Add to a counter in own memory; gives the value before. Any `order`."""
-    code = f"atom.{order}.{scope}.global.add.u32 $0, [$1], $2;"
-    return _asm(code, [Uint32], [Int64(addr), Uint32(value)])
 
 
 def atom_inc(addr: Int64, limit: Uint32, order: str = "relaxed", scope: str = "gpu") -> Uint32:

@@ -17,7 +17,6 @@ from cutlass import (
     Int64,
     Uint32,
     Uint64,
-    const_expr,
     cute,
     range_constexpr,
 )
@@ -66,19 +65,16 @@ class Watch:
 
 
 @cute.jit
-def last_arrival(counter: Int64, num_arrivals: Int32, fence: Constexpr) -> Boolean:
+def last_arrival(counter: Int64, num_arrivals: Int32) -> Boolean:
     """Count this CTA in; True in the CTA that is the last of `num_arrivals`, and 0 is back.
 
-    The last CTA has acquired, at GPU scope, what every other one did before it arrived. With
-    `fence` this warp first fences at system scope for the whole CTA.
+    The last CTA has acquired, at GPU scope, what every other one did before it arrived, stores on
+    peers included: its fence at system scope in `raise_flags` is theirs, too.
     """
-    if const_expr(fence):
-        ptx.fence_acq_rel("sys")
     limit = Uint32(num_arrivals - 1)
     before = Uint32(0)
     if cute.arch.lane_idx() == 0:
-        # A fence before a relaxed atomic releases, too.
-        before = ptx.atom_inc(counter, limit, "acquire" if fence else "acq_rel", "gpu")
+        before = ptx.atom_inc(counter, limit, "acq_rel", "gpu")
     before = ptx.shfl(before, 0)
     # The shuffle tells the other lanes the number, not what lane 0 acquired with it.
     ptx.sync_warp()
@@ -147,12 +143,16 @@ def wait_flags(flags: Int64, watch: Watch) -> tuple[Boolean, list[Uint32]]:
 
 @cute.jit
 def rearm_flags(flags: Int64, ranks: Constexpr) -> None:
-    """Lower all flags of this rank. Every wait on them has ended; their ranks wait for us."""
+    """Lower all flags of this rank. Every wait on them has ended; their ranks wait for us.
+
+    Weak: nobody acquires a lowered flag. This warp has acquired the flag before, and the fence
+    before the next kernel's flags comes between this store and the next one of its rank.
+    """
     lane = cute.arch.lane_idx()
     for word in range_constexpr(-(-ranks // WARP)):
         src_rank = lane + WARP * word
         if src_rank < ranks:
-            ptx.store_b32(flags + Int64(src_rank) * LINE_BYTES, Uint32(0), "relaxed", "sys")
+            ptx.store_b32(flags + Int64(src_rank) * LINE_BYTES, Uint32(0))
 
 
 @cute.jit
@@ -170,14 +170,16 @@ def _report(watch: Watch, values: list[Uint32], waited_ns: Uint64) -> None:
             if lane == 0:
                 _record(watch, Word.AWAITED + word, absent)
         if lane == 0:
-            step = ptx.load_b32(watch.control + LINE_BYTES * Control.STEP, "relaxed", "gpu")
+            # Counted by this thread, or by a kernel before.
+            step = ptx.load_b32(watch.control + LINE_BYTES * Control.STEP)
             _record(watch, Word.PHASE, Uint32(watch.phase))
             _record(watch, Word.STEP, step)
             _record(watch, Word.RANK, Uint32(watch.rank))
             _record(watch, Word.WAITED_US, Uint32(waited_ns // 1000))
+            # Releases the weak stores of the other words; the host reads this one first.
             state = watch.record + 4 * Word.STATE
             ptx.store_b32(state, Uint32(EXPIRED), "release", "sys")
 
 
 def _record(watch: Watch, word: int, value: Uint32) -> None:
-    ptx.store_b32(watch.record + 4 * word, value, "relaxed", "sys")
+    ptx.store_b32(watch.record + 4 * word, value)

@@ -157,7 +157,7 @@ class EpFlagCombine:
         flags = own + fields["combine_flags"].offset_bytes
         if warp == 0:
             arrivals = control + LINE_BYTES * Control.COMBINE_ARRIVALS
-            if last_arrival(arrivals, num_ctas, self.options.fences == Fences.CTA):
+            if last_arrival(arrivals, num_ctas):
                 line = fields["combine_flags"].offset_bytes + Int64(rank) * LINE_BYTES
                 raise_flags(peers, config.ranks, line, Uint32(1))
 

@@ -139,7 +139,7 @@ class EpFlagDispatch:
         if warp == 0:
             control = own + fields["control"].offset_bytes
             arrivals = control + LINE_BYTES * Control.DISPATCH_ARRIVALS
-            if last_arrival(arrivals, num_ctas, self.options.fences == Fences.CTA):
+            if last_arrival(arrivals, num_ctas):
                 line = fields["dispatch_flags"].offset_bytes + Int64(rank) * LINE_BYTES
                 raise_flags(peers, config.ranks, line, Uint32(num_tokens + 1))
                 if lane == 0:
