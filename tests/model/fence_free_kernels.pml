@@ -165,17 +165,17 @@ inline empty_late() {
 #define KERNEL(launch, send) atomic { launch } d_step { send }
 #endif
 #if BUG == BUG_HERALD_UNPLACED
-#define DISPATCH KERNEL(launch_dispatch(), send_rows()) d_step { receivers_left[r] == 0; begin_step() }
-#elif defined(AT_ONCE) || defined(TOGETHER)
-#define DISPATCH KERNEL(launch_dispatch(), send_rows(); begin_step())
+#define DISPATCH \
+    KERNEL(launch_dispatch(), send_rows()) d_step { receivers_left[r] == 0; begin_step() }
+#elif defined(TOGETHER)
+#define DISPATCH KERNEL(launch_dispatch(), begin_step(); send_rows())
 #elif defined(HERALD_LAST)
 #define DISPATCH KERNEL(launch_dispatch(), send_rows()) d_step { begin_step() }
 #else
 #define DISPATCH \
-    atomic { launch_dispatch() } \
     if \
-    :: d_step { begin_step() } d_step { send_rows() } \
-    :: d_step { send_rows() } d_step { begin_step() } \
+    :: KERNEL(launch_dispatch(), begin_step()) d_step { send_rows() } \
+    :: KERNEL(launch_dispatch(), send_rows()) d_step { begin_step() } \
     fi;
 #endif
 

@@ -26,30 +26,34 @@ KERNELS = Path(__file__).with_name("fence_free_kernels.pml")
 
 # Macros, and the fewest states of which a search would be believable.
 CLEAN = [
-    ("N=2 TOKENS=1 PARTS=2", 10_000),
+    ("N=2 TOKENS=1 PARTS=2", 20_000),
     ("N=2 TOKENS=2 MOST=1", 100_000),
-    ("N=2 TOKENS=2 STEPS=2", 200_000),
-    ("N=3 TOKENS=1 MOST=0 STEPS=2", 500_000),
-    ("N=3 TOKENS=1 STEPS=2 AT_ONCE", 1_000_000),
+    ("N=2 TOKENS=2 STEPS=2", 400_000),
+    ("N=2 TOKENS=2 STEPS=2 SPREAD TOGETHER", 400_000),
+    ("N=3 TOKENS=1 MOST=0 STEPS=2 TOGETHER", 500_000),
+    ("N=3 TOKENS=1 STEPS=2 AT_ONCE TOGETHER", 1_000_000),
+    ("N=2 TOKENS=2 MOST=1 STEPS=2 HERALD_LAST", 50_000),
+    ("N=2 TOKENS=2 MOST=1 STEPS=2 HEADS_OVERSTATE", 100_000),
     ("N=2 TOKENS=1 NO_PARITY COMBINE_WAITS", 5_000),
-    ("N=3 TOKENS=1 NO_PARITY COMBINE_WAITS STEPS=2 AT_ONCE", 500_000),
-    ("N=2 TOKENS=1 ROWS_UNTOLD", 10_000),
-    ("N=2 TOKENS=2 MOST=1 TAIL_SUFFICES STEPS=2", 50_000),
-    ("N=2 TOKENS=2 MOST=1 EMPTIED_HEADS STEPS=2", 50_000),
-    ("N=2 TOKENS=1 ANNOUNCED_EARLY", 5_000),
+    ("N=3 TOKENS=1 NO_PARITY COMBINE_WAITS STEPS=2 AT_ONCE TOGETHER", 500_000),
+    ("N=2 TOKENS=1 ANNOUNCED_EARLY", 50_000),
 ]
 EITHER = "pan:1: "
 BUGS = {
     "BUG_ABSENT_UNSEEN": DEADLOCK,
     "BUG_ABSENT_UNSENT": DEADLOCK,
+    "BUG_ANNOUNCEMENT_IGNORED": DEADLOCK,
     "BUG_ANNOUNCEMENT_TORN": EITHER,
     "BUG_ANNOUNCEMENT_UNDATED": ASSERTION,
     "BUG_COUNTED_NEVER": ASSERTION,
     "BUG_COUNTED_ONCE": EITHER,
     "BUG_COUNTED_TWICE": ASSERTION,
-    "BUG_HEAD_EARLY": DEADLOCK,
+    "BUG_HEAD_MISCOUNTS": EITHER,
     "BUG_HEAD_SUFFICES": ASSERTION,
     "BUG_HEAD_UNDATED": ASSERTION,
+    "BUG_HERALD_DEAF": ASSERTION,
+    "BUG_HERALD_FORGETS": ASSERTION,
+    "BUG_HERALD_UNPLACED": DEADLOCK,
     "BUG_IDLE_RECEIVES_NOT": ASSERTION,
     "BUG_IDLE_SILENT": DEADLOCK,
     "BUG_IDLE_UNAWAITED": ASSERTION,
@@ -65,7 +69,16 @@ BUGS = {
     "BUG_TAIL_LATE": DEADLOCK,
 }
 # Wrong only while a part of what a rank has sent has landed.
-NEED_LINKS = {"BUG_ANNOUNCEMENT_TORN", "BUG_HEAD_SUFFICES", "BUG_HEAD_UNDATED"}
+NEED_LINKS = {
+    "BUG_ANNOUNCEMENT_TORN",
+    "BUG_HEAD_MISCOUNTS",
+    "BUG_HEAD_SUFFICES",
+    "BUG_HEAD_UNDATED",
+    "BUG_HERALD_DEAF",
+    "BUG_HERALD_FORGETS",
+}
+# Wrong only where a receiver goes on to a second token.
+NEED_TWO_TOKENS = {"BUG_HEAD_MISCOUNTS"}
 
 
 @pytest.mark.parametrize(("macros", "least"), CLEAN)
@@ -95,14 +108,15 @@ def test_a_rank_that_does_not_go_on_is_found(tmp_path):
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug, tmp_path):
-    out = search(MODEL, tmp_path, f"N=2 TOKENS=1 BUG={bug}", level="-O0")  # found at once
+    tokens = 2 if bug in NEED_TWO_TOKENS else 1
+    out = search(MODEL, tmp_path, f"N=2 TOKENS={tokens} BUG={bug}", level="-O0")
     assert num_errors(out) == 1, out
     assert BUGS[bug] in out, out
 
 
 @pytest.mark.parametrize("bug", sorted(set(BUGS) - NEED_LINKS))
 def test_a_planted_bug_is_found_with_three_ranks(bug, tmp_path):
-    out = search(MODEL, tmp_path, f"N=3 TOKENS=1 AT_ONCE BUG={bug}", level="-O0")
+    out = search(MODEL, tmp_path, f"N=3 TOKENS=1 AT_ONCE TOGETHER BUG={bug}", level="-O0")
     assert num_errors(out) == 1, out
     assert BUGS[bug] in out, out
 

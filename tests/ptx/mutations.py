@@ -39,13 +39,14 @@ def _loaded_as(kind: str) -> Callable[[re.Match[str]], str]:
 
     def change(found: re.Match[str]) -> str:
         at, offset, guard = found["at"], int(found["offset"] or 0), found["guard"] or ""
+        order = f".{found['order']}.sys"
         if kind == "halves":
             loads = "".join(
-                f" {guard}ld.{found['order']}.sys.global.b64 half{half}, [{at}+{offset + 8 * half}];"
+                f" {guard}ld{order}.global.b64 half{half}, [{at}+{offset + 8 * half}];"
                 for half in range(2)
             )
         else:
-            order = "" if kind == "weak words" else f".{found['order']}.sys"
+            order = "" if kind == "weak words" else order
             loads = (
                 f" {guard}ld{order}.global.v4.b32 {_WORDS}, [{at}+{offset}];"
                 f" {guard}mov.b64 half0, {{word0, word1}};"
@@ -186,9 +187,7 @@ class Mutant:
     ptx: str
 
 
-def mutants(
-    ptx: str, places: set[str] | None = None, rules: _Rules = _RULES
-) -> Iterator[Mutant]:
+def mutants(ptx: str, places: set[str] | None = None, rules: _Rules = _RULES) -> Iterator[Mutant]:
     """All single changes, or those at `places` only."""
     for place, pattern, changes in rules:
         if places is not None and place not in places:

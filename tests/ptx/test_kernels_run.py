@@ -2,16 +2,17 @@
 
 import dataclasses
 import importlib.util
-import itertools
 
 import pytest
 
 from ep.bench.cases import Case
-from ep.config import EpConfig
-from ep.kernels.options import Fences, KernelOptions, Pdl
+from ep.config import EpConfig, Protocol
+from ep.kernels.options import Boundaries, Fences, KernelOptions, Pdl
 from ep.record import HangRecord, Phase
 from ep.routing import Routing
 from tests.ptx.machine import Mode
+from tests.ptx.steps import AllOnesStep
+from tests.ptx.waits import impatient
 from tests.ptx.world import OddStep, Plan, World
 
 pytestmark = [
@@ -29,21 +30,36 @@ WIDE = EpConfig(ranks=3, hidden=1056, experts=30, top_k=7, max_tokens=40)
 SIXTEEN = dataclasses.replace(TWO, ranks=16, experts=37)
 ALL = dataclasses.replace(TWO, ranks=72, experts=97)
 TOKENS = (1, 3, 2, 0, 3)
-OPTIONS = [
-    KernelOptions(pdl=pdl, fences=fences)
-    for pdl, fences in itertools.product((Pdl.LATE, Pdl.EARLY), Fences)
+FREE = [
+    KernelOptions(pdl=Pdl.LATE),
+    KernelOptions(pdl=Pdl.EARLY),
+    KernelOptions(pdl=Pdl.LATE, boundaries=Boundaries.TRUSTED),
+    KernelOptions(pdl=Pdl.EARLY, boundaries=Boundaries.TRUSTED),
 ]
-NAMES = [f"{options.pdl}-{options.fences}" for options in OPTIONS]
-MODES = tuple(Mode)
+FLAGS = [
+    KernelOptions(pdl=Pdl.LATE, fences=Fences.CTA),
+    KernelOptions(pdl=Pdl.EARLY, fences=Fences.THREAD),
+]
+NAMES = [f"{options.pdl}-{options.boundaries}" for options in FREE]
+FLAG_NAMES = [f"{options.pdl}-{options.fences}" for options in FLAGS]
 WEAK = (Mode.RANDOM, Mode.ADVERSARIAL)
 NOT_BENIGN = (*WEAK, Mode.UNFAIR)
+PROTOCOLS = pytest.mark.parametrize("protocol", Protocol)
 
 
-def steps_of(case, count):
-    return [OddStep.of(case.step(number, TOKENS[number % 5])) for number in range(count)]
+def with_flags(config):
+    return dataclasses.replace(config, protocol=Protocol.FLAGS)
 
 
-def run(config, options, seed, mode, count, *, data=0, **kwargs):
+def steps_of(case, tokens):
+    """Odd steps, every fourth of them all ones."""
+    return [
+        (AllOnesStep if number % 4 == 1 else OddStep).of(case.step(number, most))
+        for number, most in enumerate(tokens)
+    ]
+
+
+def run(config, options, seed, mode, tokens, *, data=0, **kwargs):
     case = Case(
         config=config,
         routing=list(Routing)[(seed + 4) % 5],
@@ -52,62 +68,102 @@ def run(config, options, seed, mode, count, *, data=0, **kwargs):
         seed=data,
     )
     plan = Plan(experts=seed % 2 == 0, **kwargs)
-    World(case, options, seed, mode, plan=plan).run(steps_of(case, count))
+    World(case, options, seed, mode, plan=plan).run(steps_of(case, tokens))
 
 
+@PROTOCOLS
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
-def test_every_target(arch):
-    case = Case(config=THREE, routing=Routing.MASKED, uneven=True)
+def test_every_target(arch, protocol):
+    config = dataclasses.replace(THREE, protocol=protocol)
+    case = Case(config=config, routing=Routing.MASKED, uneven=True)
     world = World(case, KernelOptions(), 0, Mode.RANDOM, arch=arch)
-    world.run(steps_of(case, 5))
+    world.run(steps_of(case, TOKENS[:3]))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("config", [TWO, THREE], ids=["2 ranks", "3 ranks"])
-@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
-def test_twenty_steps(config, options, mode):
-    run(config, options, OPTIONS.index(options) + (mode is Mode.RANDOM), mode, 20)
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("options", FREE, ids=NAMES)
+def test_twenty_steps(options, mode):
+    """Each of two and three ranks meets all options and all modes, though not all pairs."""
+    nth = FREE.index(options) + list(Mode).index(mode)
+    run((TWO, THREE)[nth % 2], options, nth, mode, TOKENS * 4)
+
+
+@pytest.mark.parametrize("mode", WEAK)
+@pytest.mark.parametrize("options", FLAGS, ids=FLAG_NAMES)
+def test_twenty_steps_with_flags(options, mode):
+    nth = FLAGS.index(options) + WEAK.index(mode)
+    run(with_flags((TWO, THREE)[nth % 2]), options, nth, mode, TOKENS * 4)
 
 
 @pytest.mark.parametrize("mode", NOT_BENIGN)
-@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+@pytest.mark.parametrize("options", FREE, ids=NAMES)
 def test_many_seeds(options, mode):
+    """Three steps at least: only then a place of dispatch is used again."""
     for seed in range(100, 117):
-        run(TWO, options, seed, mode, 4, data=seed % 4)
+        tokens = TOKENS[seed % 3 :][:3]
+        run(TWO, options, seed, mode, tokens, data=seed % 4, resident=2 + seed % 3)
 
 
+@pytest.mark.parametrize("mode", NOT_BENIGN)
+def test_some_seeds_with_flags(mode):
+    for seed in range(100, 104):
+        run(with_flags(TWO), FLAGS[seed % 2], seed, mode, TOKENS[:3], data=seed % 4)
+
+
+@PROTOCOLS
 @pytest.mark.parametrize("mode", WEAK)
-def test_k3(mode):
-    for seed in range(2):
-        run(K3, OPTIONS[seed], seed, mode, 3, settle_each=1)
+def test_k3(mode, protocol):
+    config = dataclasses.replace(K3, protocol=protocol)
+    nth = WEAK.index(mode)
+    run(config, FREE[nth], nth, mode, (2, 1, 2), settle_each=3)
 
 
+@pytest.mark.parametrize("hidden", [96, 192, 384, 768, 512])
+def test_scale_rows_of_every_width(hidden):
+    """Rows of scales that are stored 1, 2, 4, 8 and 16 bytes at a time."""
+    config = dataclasses.replace(TWO, hidden=hidden)
+    run(config, FREE[hidden // 96 % 2], hidden // 96, Mode.RANDOM, (2, 2))
+
+
+@PROTOCOLS
 @pytest.mark.parametrize("mode", WEAK)
-def test_ctas_that_loop_over_rows_and_tokens(mode):
-    case = Case(config=WIDE, uneven=True)
+def test_ctas_that_loop_over_rows_and_tokens(mode, protocol):
+    case = Case(config=dataclasses.replace(WIDE, protocol=protocol), uneven=True)
     plan = Plan(resident=2, settle_each=1)
-    steps = [OddStep.of(case.step(number, 12)) for number in range(2)]
+    steps = [OddStep.of(case.step(number, 12)) for number in range(1)]
     World(case, KernelOptions(), 0, mode, plan=plan).run(steps)
 
 
-@pytest.mark.parametrize("mode", WEAK)
-def test_sixteen_ranks(mode):
-    run(SIXTEEN, OPTIONS[mode is Mode.RANDOM], 4 + (mode is Mode.RANDOM), mode, 4)
+@pytest.mark.parametrize(
+    ("mode", "resident"),
+    [(Mode.RANDOM, 4), (Mode.ADVERSARIAL, 2), (Mode.UNFAIR, 10), (Mode.RANDOM, 34)],
+)
+def test_sixteen_ranks(mode, resident):
+    """A receiver for several sources, and several receivers for each."""
+    run(SIXTEEN, FREE[resident == 2], resident, mode, (3, 1, 2), resident=resident)
+
+
+def test_sixteen_ranks_with_flags():
+    run(with_flags(SIXTEEN), FLAGS[0], 4, Mode.RANDOM, TOKENS[:3])
 
 
 @pytest.mark.parametrize("mode", WEAK)
 def test_the_whole_rack(mode):
-    run(ALL, OPTIONS[mode is Mode.RANDOM], 4, mode, 2)
+    run(ALL, FREE[mode is Mode.RANDOM], 4, mode, (1, 1))
 
 
+@PROTOCOLS
 @pytest.mark.parametrize(
     ("ranks", "absent", "mode"),
     [(3, (1,), Mode.RANDOM), (3, (0, 2), Mode.ADVERSARIAL), (35, (1, 33), Mode.BENIGN)],
 )
 @pytest.mark.parametrize("phase", Phase)
-def test_a_wait_that_expires_is_recorded(phase, ranks, absent, mode):
-    case = Case(config=dataclasses.replace(TWO, ranks=ranks, experts=41))
-    world = World(case, KernelOptions(), 0, mode, tick_ns=10**6, timeout_ns=10**8)
+def test_a_wait_that_expires_is_recorded(phase, ranks, absent, mode, protocol):
+    case = Case(config=dataclasses.replace(TWO, ranks=ranks, experts=41, protocol=protocol))
+    options = KernelOptions()
+    # One run has the kernels as they are, with a look at the clock each 1024 polls.
+    ptx = None if absent == (1,) else impatient(case, options)
+    world = World(case, options, 0, mode, ptx=ptx, tick_ns=10**6, timeout_ns=10**8)
     world.machine.idle_steps = 10**6
     found = world.run_until_expired(case.step(0, 1), phase, absent)
     for rank, record in enumerate(found):
