@@ -8,7 +8,7 @@
  * and only then the next one starts. What a thread stores in the memory of its own rank is there at
  * once: only the kernels after it look at that, so a late store is no more than a late thread. What
  * it stores in another rank's memory is in flight until a `link` lands it, in any order and however
- * late: nothing waits for it but the threads that poll there, and the end of a kernel lands nothing.
+ * late: nothing waits for it but threads that poll there, and the end of a kernel lands nothing.
  *
  * A thread polls several places with one load each. All that it waits for stays as it is until
  * the thread has left, which is asserted, so that looking at them in one step is no restriction.

@@ -22,12 +22,13 @@ class Pdl(StrEnum):
 
 
 class Fences(StrEnum):
-    """Who fences at system scope between the payload and the arrival of its CTA."""
+    """Who fences at system scope between the payload and the flags, in the flag protocol."""
 
     THREAD = "thread"
-    """Every storing thread, before the CTA barrier; relies on no cumulativity for the payload."""
+    """Every storing thread, before the CTA barrier, and the warp that raises the flags; relies on
+    no cumulativity for the payload."""
     CTA = "cta"
-    """The arriving warp, after the CTA barrier; enough by the PTX memory model."""
+    """Only the warp that raises the flags, once for all CTAs; enough by the PTX memory model."""
 
 
 class Warm(StrEnum):
