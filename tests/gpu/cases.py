@@ -221,6 +221,7 @@ def foreign_arrays(world):
             received = exchange.dispatch(x, ids, weights, bridge.stream)
             agree(world, check_rows(received_rows(bridge, received), rows, where(world), 8))
             y = exchange.combine(p, ids, g, 1e-5, outs.pop(), bridge.stream)
+            world.barrier()
             agree(world, check_result(bridge.get(y), want, where(world)))
             print(f"{name} on rank {rank}", flush=True)
         torch = installed("torch")
@@ -287,6 +288,7 @@ def with_torch(world, exchange, arrays, want):
     world.barrier()
     with torch.cuda.stream(stream):
         pair()
+    world.barrier()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -300,6 +302,7 @@ def with_torch(world, exchange, arrays, want):
     world.barrier()
     for _ in range(3):
         graph.replay()
+    world.barrier()
     torch.cuda.synchronize()
     got = out.view(torch.int16).cpu().numpy().view(want.dtype)
     agree(world, check_result(got, want, where(world)))
