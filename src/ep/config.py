@@ -37,7 +37,7 @@ class Protocol(StrEnum):
     """How GPUs tell each other that data has arrived; `docs/protocol.md` argues both."""
 
     FENCE_FREE = "fence_free"
-    """Every 16-byte chunk announces itself: no fences, half the latency."""
+    """Every 16-byte chunk says itself that it has come: no row waits for a fence or a flag."""
     FLAGS = "flags"
     """Payload, fence, flag: the yardstick."""
 
@@ -237,6 +237,6 @@ def _read_shape(source: str | Path) -> dict[str, Any]:
         raise ConfigError(
             "config", str(source), f"a .toml file that exists, or (without .toml) one of {names}"
         ) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("config", str(source), f"a readable TOML file ({error})") from error
     return {name: value for name, value in table.items() if name not in ("model", "source")}

@@ -87,6 +87,10 @@ class Exchange:
             raise ArgumentError(
                 f"Exchange({', '.join(given)}): allowed is Exchange(World, EpConfig)"
             )
+        if kernel_options is not None and not dataclasses.is_dataclass(kernel_options):
+            raise ArgumentError(
+                f"kernel_options is a {type(kernel_options).__name__}; allowed is KernelOptions"
+            )
         facts = {
             **{f"EpConfig.{name}": value for name, value in dataclasses.asdict(config).items()},
             "version of ep": __version__,
@@ -190,7 +194,8 @@ class Exchange:
         ids : array of int32, `[T_s, K]`
             The same as in this step's dispatch.
         norm_weight : array of bfloat16, `[H]`, optional
-            Apply RMSNorm with it to the sum.
+            Apply RMSNorm with it to the sum. A constant: on GPUs it may be read before the work
+            ahead of this call has ended, so nothing enqueued may still write it.
         eps : float
             Of the norm.
         out : array of bfloat16, `[T_s, H]`, optional

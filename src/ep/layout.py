@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ep.config import EpConfig
 
 LINE_BYTES = 128
-"""Unit of ownership: no two ranks ever write one line (a GPU's cache line, and NVLink's packet)."""
+"""Unit of ownership: beside its owner at most one rank writes a line (NVLink's packet, too)."""
 HEADER_WORDS = 4
 """int32 words of a row's header: the source word, then padding up to one 16-byte store."""
 SOURCE_BITS = 16
@@ -272,7 +272,7 @@ class EpLayout:
                 (config.ranks,),
                 (4,),
                 "own",
-                "tokens that each source sent in this step",
+                "tokens that each other rank sent in this step",
             ),
             (
                 "control",

@@ -57,6 +57,8 @@ PURE: dict[str, tuple[str, str, str]] = {
     "cvt.u32.u64": ("u32", "u64", "{0}.astype(np.uint32)"),
     "cvt.u64.u32": ("u64", "u32", "{0}.astype(np.uint64)"),
     "cvt.s64.s32": ("s64", "s32", "{0}.astype(np.int64)"),
+    "mul.wide.u16": ("u32", "u16 u16", "{0}.astype(np.uint32) * {1}.astype(np.uint32)"),
+    "cvt.u16.u64": ("u16", "u64", "{0}.astype(np.uint16)"),
     "mul.wide.u32": ("u64", "u32 u32", "{0}.astype(np.uint64) * {1}.astype(np.uint64)"),
     "mul.wide.s32": ("s64", "s32 s32", "{0}.astype(np.int64) * {1}.astype(np.int64)"),
     "mul.hi.u32": ("u32", "u32 u32", "arith.mul_hi_u32({0}, {1})"),

@@ -7,7 +7,6 @@ many replays are finer than it. Stamps cost stores, so that such a build is a li
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,8 +102,14 @@ def measure(
         engine: Any = exchange._engine  # noqa: SLF001 - stamps are no part of the public surface
         steps = [case.step(number, num_tokens) for number in range(PAIRS)]
         chain = Chain(exchange, bridge, steps)
-        graph = Graph.capture(bridge.stream, partial(chain.run, PAIRS))
-        tokens = steps[-1].counts[world.rank]
+
+        def enqueue() -> None:
+            chain.run(PAIRS - 1)
+            engine.clear_stamps(bridge.stream)
+            chain.run(1)
+
+        graph = Graph.capture(bridge.stream, enqueue)
+        tokens = steps[0].counts[world.rank]
         senders = {kind: engine.grid(kind, tokens, norm=case.norm).senders for kind in ROLES}
         cuts = {
             Kind.DISPATCH: [HERALDS, HERALDS + senders[Kind.DISPATCH]],
@@ -114,7 +119,7 @@ def measure(
         for _ in range(replays):
             chain.meet()
             graph.launch(bridge.stream)
-            taken = {kind: engine.take_stamps(kind, bridge.stream) for kind in ROLES}
+            taken = {kind: engine.stamps(kind, bridge.stream) for kind in ROLES}
             found.append(dict(_marks(taken, cuts)))
         chain.meet()
         graph.close()

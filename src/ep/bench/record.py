@@ -176,6 +176,7 @@ def gpu_facts(row: Row, plan: Plan, world: World) -> dict[str, Any]:
     return {
         "mode": mode,
         "variant": row.variant or "default",
+        "protocol": protocol_of(row.variant, plan.case.config),
         "pairs_a_graph": plan.pairs if mode == "graph" else None,
         "gpu": world.device.name,
         "gpus": world.num_gpus,
@@ -188,6 +189,12 @@ def gpu_facts(row: Row, plan: Plan, world: World) -> dict[str, Any]:
         "rate_gbs": _rounded(row.rates_gbs()),
         "x_floor": None if row.x_floor is None else round(row.x_floor, 2),
     }
+
+
+def protocol_of(variant: str, config: EpConfig) -> str:
+    """Protocol of a build, as `--compare` names it."""
+    named = [part for part in variant.split(",") if part.strip().startswith("protocol=")]
+    return named[-1].split("=", 1)[1].strip() if named else str(config.protocol)
 
 
 def breakdown(row: Row) -> dict[str, Any]:

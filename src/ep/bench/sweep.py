@@ -11,6 +11,7 @@ from ep.bench.check import Complaint, run_checked_step
 from ep.bench.record import Row, gather_traffic
 from ep.bench.timing import Timing, gather, time_host
 from ep.bootstrap import Backend
+from ep.config import Protocol
 from ep.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -67,9 +68,22 @@ class Plan:
         return "eager" if self.eager else "graph"
 
     def check(self, backend: Backend) -> None:
-        """Raise `ArgumentError` for what `backend` has not."""
-        if self.breakdown and backend is Backend.HOST:
-            raise ArgumentError("--breakdown is for GPUs; leave it out on the host backend")
+        """Raise `ArgumentError` for what `backend` or the protocol has not."""
+        if backend is Backend.HOST:
+            for option, is_given in (("--breakdown", self.breakdown), ("--compare", self.compares)):
+                if is_given:
+                    raise ArgumentError(f"{option} is for GPUs; leave it out on the host backend")
+        if self.breakdown and self.case.config.protocol is Protocol.FLAGS:
+            raise ArgumentError("--breakdown has no stamps of the flag protocol; choose fence_free")
+
+    @property
+    def compares(self) -> bool:
+        """Whether builds are named."""
+        return self.variants != ("",)
+
+    def steps_in_a_run(self, mode: str) -> int:
+        """Steps that every run of a chain has at least."""
+        return self.pairs if mode == "graph" else self.steps
 
     def facts(self) -> dict[str, Any]:
         """Give what must be the same on every rank; the config is the exchange's to compare."""
@@ -131,7 +145,7 @@ class Sweep:
         before, timed, after = PHASES
         steps = [
             plan.case.step(self._steps_done + index, num_tokens)
-            for index in range(1, NUM_INPUTS + 1)
+            for index in range(1, 1 + min(NUM_INPUTS, plan.steps_in_a_run(self._mode)))
         ]
         traffic = gather_traffic(self._world, plan.case.config, steps)
         self._tell(num_tokens, before)

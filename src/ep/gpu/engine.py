@@ -200,14 +200,18 @@ class GpuEngine:
             return dispatch_grid(self._config, tokens, self._resident[kind, False], limits)
         return combine_grid(self._config, tokens, self._resident[kind, norm], limits)
 
-    def take_stamps(self, kind: Kind, stream: int) -> npt.NDArray[np.uint64]:
-        """Stamps of the last launch of a kernel built with them, in ns, `[CTAs, STAMPS]`.
+    def clear_stamps(self, stream: int) -> None:
+        """Enqueue that all stamps are 0, also while a graph is captured."""
+        for stamped in self._stamped.values():
+            size_bytes = stamped.shape[0] * STAMPS * 8
+            cuda.driver("MemsetD8Async", stamped.address, 0, size_bytes, stream)
 
-        Waits for `stream`. A stamp that no CTA has come to since the last call is 0.
+    def stamps(self, kind: Kind, stream: int) -> npt.NDArray[np.uint64]:
+        """Stamps of kernels built with them, in ns, `[CTAs, STAMPS]`. Waits for `stream`.
+
+        A stamp that no CTA has come to since they were cleared is 0.
         """
-        stamped = self._stamped[kind]
-        array: npt.NDArray[np.uint64] = stamped.numpy(stream).view(np.uint64)
-        cuda.fill(stamped.address, array.nbytes, 0, stream)
+        array: npt.NDArray[np.uint64] = self._stamped[kind].numpy(stream).view(np.uint64)
         return array
 
     def _make_stamps(self) -> dict[Kind, cuda.DeviceArray]:

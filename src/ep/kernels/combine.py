@@ -15,7 +15,7 @@ from ep.device.bounded import Watch
 from ep.device.home import Control, Home
 from ep.device.stamps import Stamps
 from ep.kernels.combine_reduce import TokenReducer
-from ep.kernels.combine_send import Chunks, RowSender
+from ep.kernels.combine_send import MAX_WARPS, Chunks, RowSender
 from ep.kernels.options import KernelOptions, Pdl
 from ep.layout import EpLayout
 from ep.record import Phase, Stamp
@@ -58,8 +58,11 @@ class EpCombine:
         self.threads = chunks.threads
         self.sender = RowSender(layout, options, chunks)
         self.reducer = TokenReducer(layout, options, chunks)
-        # Two fit where few chunks are in flight; more would not fit into the registers of two.
-        self.ctas_per_sm = 2 if self.reducer.batch * chunks.passes <= TWO_CTAS_IN_FLIGHT else 1
+        # Two fit where a CTA is not of the largest and few chunks are in flight; otherwise threads
+        # have not the registers.
+        in_flight = self.reducer.batch * chunks.passes
+        two = chunks.warps < MAX_WARPS and in_flight <= TWO_CTAS_IN_FLIGHT
+        self.ctas_per_sm = 2 if two else 1
 
     @cute.jit
     def __call__(

@@ -8,6 +8,7 @@ from ep.device import bounded, norm, ptx, rows, wire
 from ep.device.bounded import Watch
 from ep.device.home import Control, Home
 from ep.device.stamps import Stamps
+from ep.device.sync import WARP
 from ep.kernels.combine_send import Chunks
 from ep.kernels.options import KernelOptions
 from ep.layout import CHUNK_BYTES, EpLayout
@@ -15,6 +16,8 @@ from ep.record import Stamp
 
 LOADS_IN_FLIGHT = 8
 """Most chunks of slots that a thread polls at once: they live in registers."""
+LOADS_OF_MANY_RANKS = 6
+"""The same for more than 32 ranks, whose sets take more than a word."""
 
 
 class TokenReducer:
@@ -34,7 +37,8 @@ class TokenReducer:
         self.chunks = chunks
         # Ranks whose slots a thread polls before it adds the first one.
         most = min(self.config.ranks, self.config.top_k)
-        self.batch = min(most, max(LOADS_IN_FLIGHT // chunks.passes, 1))
+        in_flight = LOADS_IN_FLIGHT if self.config.ranks <= WARP else LOADS_OF_MANY_RANKS
+        self.batch = min(most, max(in_flight // chunks.passes, 1))
 
     @cute.jit
     def load_gains(self, norm_weight: Int64) -> list[ptx.Vec4]:

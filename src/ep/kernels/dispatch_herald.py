@@ -70,7 +70,6 @@ class Herald:
             if dst_rank < self.ranks and dst_rank != rank:
                 ptx.store_b128(peers[word] + line, wire.note(step, Uint32(0), Uint32(num_tokens)))
         if lane == 0:
-            ptx.store_b32(home.field("counts") + Int64(rank) * 4, Uint32(num_tokens))
             # Nobody in this kernel reads it; combine does.
             ptx.store_v2(home.control(Control.DISPATCHED), wire.words_of(step))
 

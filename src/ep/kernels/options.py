@@ -76,6 +76,13 @@ class KernelOptions:
     norm: bool = False
     stamps: bool = False
 
+    def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if value not in list(kind):
+                raise ArgumentError(f"{name}={value!r} is no kernel option; it is {'|'.join(kind)}")
+            object.__setattr__(self, name, kind(value))
+
     @property
     def has_warm(self) -> bool:
         """Whether kernels touch anything before they wait."""
@@ -90,17 +97,19 @@ class KernelOptions:
         ArgumentError
             Naming what is not an option or not one of its values.
         """
-        kinds: dict[str, type[StrEnum]] = {
-            "pdl": Pdl,
-            "fences": Fences,
-            "warm": Warm,
-            "boundaries": Boundaries,
-        }
         chosen: dict[str, Any] = {}
         for part in text.split(","):
             name, _, value = part.strip().partition("=")
-            if name not in kinds or value not in list(kinds[name]):
-                allowed = "; ".join(f"{key}={'|'.join(kind)}" for key, kind in kinds.items())
+            if name not in _KINDS or name in chosen or value not in list(_KINDS[name]):
+                allowed = "; ".join(f"{key}={'|'.join(kind)}" for key, kind in _KINDS.items())
                 raise ArgumentError(f"{part!r} is no kernel option; allowed are {allowed}")
-            chosen[name] = kinds[name](value)
+            chosen[name] = _KINDS[name](value)
         return cls(**chosen)
+
+
+_KINDS: dict[str, type[StrEnum]] = {
+    "pdl": Pdl,
+    "fences": Fences,
+    "warm": Warm,
+    "boundaries": Boundaries,
+}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import tomllib
@@ -27,6 +28,8 @@ ROLES = {Kind.DISPATCH: ("senders", "receivers"), Kind.COMBINE: ("senders", "red
 """Names of the roles of each kernel, those that send first."""
 MAX_PER_SM = 32
 """CTAs that an SM holds at most."""
+MAX_NUMBER = 1 << 63
+"""Integers of a table are below; TOML knows no greater ones."""
 MEASURED: dict[str, type] = {
     "commit": str,
     "date": str,
@@ -128,13 +131,15 @@ def read_table(path: Path) -> dict[str, Tuning]:
     ConfigError
         Naming the file, the field and what is allowed.
     """
+    if path.exists() and not path.is_file():
+        raise ConfigError("tuning table", str(path), "a plain file")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(
             "tuning table", str(path), 'a file that exists (EP_TUNING names it; "off": none)'
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("tuning table", str(path), f"a readable TOML file ({error})") from error
     entries = {}
     for arch, fields in table.items():
@@ -152,7 +157,12 @@ def _entry(fields: Any, where: str) -> Tuning:
         value = measured[name]
         # An integer is a number too, but neither is a truth.
         good = isinstance(value, (int, float) if kind is float else kind)
+        if kind is float and good:
+            good = math.isfinite(value)
+        if kind is int and good:
+            good = abs(value) < MAX_NUMBER
         if not good or (kind is not bool and isinstance(value, bool)):
+            value = "a huge number" if type(value) is int and abs(value) >= MAX_NUMBER else value
             raise ConfigError(f"{where}.measured.{name}", value, _WORDS[kind])
     for name, value in measured["versions"].items():
         if not isinstance(value, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -173,6 +174,8 @@ def command(
         )
     config = _load(source, max_tokens or tokens[-1])
     case = Case(config=config, routing=Routing(routing), norm=norm, seed=seed)
+    if not math.isfinite(margin):
+        raise click.BadParameter(f"{margin} is no number", param_hint="--margin")
     plan = TunePlan(Plan(source, case, tokens, steps, warmup, pairs=pairs), per_sm, margin)
     try:
         world = World.connect(Backend.GPU, timeout_s=TIMEOUT_S, share_gpus=share_gpus)

@@ -69,6 +69,8 @@ def check_writable(path: Path) -> None:
     ------
     ConfigError, OSError
     """
+    if path.exists() and not path.is_file():
+        raise PermissionError(f"{path} is not a plain file")
     read_if_there(path)
     folder = path.resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
