@@ -190,7 +190,7 @@ class Exchange:
         Parameters
         ----------
         partials : array of bfloat16, `[rows, H]`
-            Row by row the routing-weighted sum over this rank's experts. Empty rows are not read.
+            Row by row the routing-weighted sum over this rank's experts. Empty rows are not used.
         ids : array of int32, `[T_s, K]`
             The same as in this step's dispatch.
         norm_weight : array of bfloat16, `[H]`, optional

@@ -91,7 +91,6 @@ _TAKE = (
     "The machine lets no access of a thread come before a write that it has seen there. PTX says so"
     " of morally strong ones only, so that a weak store, or one in pieces, could be lost."
 )
-_OWN_COUNT = "Combine asks who of the others sent most; nobody looks at the own count."
 _CLAIM = "Threads that all claim the record write the same words into it, but for the time."
 _LOOK = "Who does not hear that another one gave up does so by its own clock."
 _BITS = "Many threads set each bit, and the machine remembers but the last writes of a word."
@@ -101,7 +100,6 @@ _EARLY = "The next kernel waits for this one to end, which is after this one's o
 SURVIVORS: dict[str, dict[str, str]] = {
     "dispatch": {
         "chunk store 7 weak words": _TAKE,
-        "store 0 removed": _OWN_COUNT,
         **{f"trigger {number} removed": _TRIGGER for number in range(3)},
         **{f"trigger after the wait {number} moved before": _EARLY for number in range(3)},
     },

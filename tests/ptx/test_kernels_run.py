@@ -134,26 +134,53 @@ def test_ctas_that_loop_over_rows_and_tokens(mode, protocol):
 
 @pytest.mark.parametrize(
     ("mode", "resident"),
-    [(Mode.RANDOM, 4), (Mode.ADVERSARIAL, 2), (Mode.UNFAIR, 10), (Mode.RANDOM, 34)],
+    [(Mode.RANDOM, 4), (Mode.ADVERSARIAL, 2), (Mode.UNFAIR, 34)],
 )
 def test_sixteen_ranks(mode, resident):
     """A receiver for several sources, and several receivers for each."""
-    run(SIXTEEN, FREE[resident == 2], resident, mode, (3, 1, 2), resident=resident)
+    run(SIXTEEN, FREE[resident == 2], resident, mode, (2, 1), resident=resident)
 
 
 def test_sixteen_ranks_with_flags():
     run(with_flags(SIXTEEN), FLAGS[0], 4, Mode.RANDOM, TOKENS[:3])
 
 
-@pytest.mark.parametrize("mode", WEAK)
-def test_the_whole_rack(mode):
-    run(ALL, FREE[mode is Mode.RANDOM], 4, mode, (1, 1))
+def test_the_whole_rack():
+    run(ALL, FREE[0], 4, Mode.RANDOM, (1,))
+
+
+def test_one_rank():
+    run(dataclasses.replace(TWO, ranks=1), FREE[1], 0, Mode.RANDOM, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "norm"),
+    [
+        ({"ranks": 10, "experts": 20, "top_k": 20}, False),
+        ({"hidden": 512, "experts": 64, "top_k": 32}, False),
+        ({"hidden": 4352, "top_k": 1}, True),
+        ({"hidden": 8448, "top_k": 1}, True),
+    ],
+    ids=str,
+)
+def test_more_than_a_batch_of_ranks_or_a_pass_of_chunks(fields, norm):
+    config = dataclasses.replace(TWO, **fields)
+    case = Case(config=config, norm=norm)
+    World(case, FREE[1], 0, Mode.BENIGN).run(steps_of(case, (3, 2)))
+
+
+@pytest.mark.parametrize("counts", [(20, 20, 20), (1, 1, 20)])
+def test_a_sender_with_more_rows_than_lanes(counts):
+    config = dataclasses.replace(THREE, max_tokens=24)
+    case = Case(config=config)
+    step = OddStep(case, 0, counts)
+    World(case, FREE[1], 0, Mode.BENIGN, plan=Plan(resident=2)).run([step])
 
 
 @PROTOCOLS
 @pytest.mark.parametrize(
     ("ranks", "absent", "mode"),
-    [(3, (1,), Mode.RANDOM), (3, (0, 2), Mode.ADVERSARIAL), (35, (1, 33), Mode.BENIGN)],
+    [(3, (1,), Mode.RANDOM), (3, (0, 2), Mode.ADVERSARIAL), (35, (17, 33), Mode.BENIGN)],
 )
 @pytest.mark.parametrize("phase", Phase)
 def test_a_wait_that_expires_is_recorded(phase, ranks, absent, mode, protocol):

@@ -42,27 +42,58 @@ def image(kind: Kind, config: EpConfig, options: KernelOptions, arch: str = TARG
     return build(kind, EpLayout(config), options, arch)
 
 
+EDGES = (0x0001, 0x0020, 0x3C00, 0x43E0, 0x43E1, 0x7F60, 0x7F61, 0x7F7F, 0x7F80, 0x8000, 0xFFFF)
+"""BF16 words about which MXFP8, or the wire, could be wrong by one."""
+
+
 class OddStep(Step):
-    """A step with NaN, Inf and subnormals in tokens and partials, and ids that select nobody."""
+    """A step with NaN, Inf, subnormals and edges in tokens and partials, and ids of nobody."""
 
     def inputs(self, rank: int) -> Any:
         made = super().inputs(rank)
         rng = np.random.default_rng([self.number, rank, 1])
         x = made.x.copy()
+        words = x.view(np.uint16)
         odd = np.asarray(rng.random(x.shape) < 0.05)
-        x.view(np.uint16)[odd] = rng.integers(0, 1 << 16, int(odd.sum()))
-        if len(x):
-            x.view(np.uint16)[0, :32] = 0x7FC0
+        words[odd] = rng.integers(0, 1 << 16, int(odd.sum()))
+        for token in range(len(x)):
+            # Each block has one word of the edges, or NaN in all even elements, or everywhere.
+            for block in range(0, x.shape[1], 32):
+                kind = rng.integers(0, 8)
+                if kind < 4:
+                    words[token, block : block + 32] = rng.choice(EDGES)
+                elif kind == 4:
+                    words[token, block + rng.integers(0, 2) : block + 32 : 2] = 0x7FC0
         return made._replace(x=x)
+
+    def route(self, rank: int) -> Any:
+        ids, weights = super().route(rank)
+        rng = np.random.default_rng([self.number, rank, 3])
+        nobody = np.asarray(rng.random(ids.shape) < 0.1)
+        experts = self.case.config.experts
+        strange = np.array([experts, experts + 1, -2, -(1 << 31), (1 << 31) - 1], np.int32)
+        ids = ids.copy()
+        ids[nobody] = rng.choice(strange, int(nobody.sum()))
+        return ids, weights
 
     def partials(self, rank: int, source: Any) -> Any:
         rows = super().partials(rank, source)
         words = rows.view(np.uint16)
         for row in np.flatnonzero(source >= 0).tolist():
             # The oracle asks for rows in other places: a row follows from its source word alone.
-            rng = np.random.default_rng([self.number, rank, 2, int(source[row])])
-            odd = rng.random((rows.shape[1],)) < 0.02
-            words[row, odd] = rng.integers(0, 1 << 16, int(odd.sum()))
+            word = int(source[row])
+            rng = np.random.default_rng([self.number, rank, 2, word])
+            rows[row] = rng.standard_normal(rows.shape[1])
+            # A norm over an Inf is 0 or NaN whatever the sums are: few tokens have any.
+            kind = word % 4 if not self.case.norm or word % 4 == 1 else 3
+            if kind < 2:
+                odd = rng.random((rows.shape[1],)) < 0.02
+                words[row, odd] = rng.integers(0, 1 << 16, int(odd.sum()))
+            if kind == 1:
+                words[row, 6::16] = 0xFFFF
+                words[row, 12::16] = words[row, 13::16] = 0xFFFF
+            if kind == 2:
+                words[row] = 0x8000
         return rows
 
     @classmethod
@@ -168,6 +199,7 @@ class World:
         self.gains = [0 if gains is None else self.memory.allocate(gains, rank) for rank in ranks]
         self.streams = [self.machine.stream(rank) for rank in ranks]
         self.num_steps = 0
+        self._given: list[tuple[int, Any]] = []
 
     def run(self, steps: Sequence[Step]) -> None:
         """Run steps; raises `Wrong`, `Hang` or `Fault` on the first thing that is not right."""
@@ -180,6 +212,7 @@ class World:
             self.machine.run()
             for step, rank, at in results:
                 self._check_result(step, rank, at)
+            self._check_given()
             for rank in range(self.config.ranks):
                 self._check_buffer(steps[min(start + each, len(steps)) - 1], rank)
 
@@ -208,6 +241,7 @@ class World:
         num_tokens = step.counts[rank]
         truth = oracle(step)
         x, ids, weights = (memory.allocate(array, rank) for array in truth.inputs[rank])
+        self._given += zip((x, ids, weights), truth.inputs[rank], strict=True)
         want, rows = truth.rows[rank], truth.partials[rank]
         out = memory.allocate(
             np.full((num_tokens, self.config.hidden), np.nan, ml_dtypes.bfloat16), rank
@@ -226,6 +260,9 @@ class World:
             return out
         if self.plan.experts:
             partials = memory.allocate(np.full_like(rows, np.nan), rank)
+            given = np.full_like(rows, np.nan)
+            given[want.source >= 0] = rows[want.source >= 0]
+            self._given.append((partials, given))
             live = np.flatnonzero(want.source >= 0).tolist()
             row_bytes = 2 * self.config.hidden
 
@@ -236,6 +273,7 @@ class World:
             stream.call(experts)
         else:
             partials = memory.allocate(rows, rank)
+            self._given.append((partials, rows))
         extra, ctas = self._grid(Kind.COMBINE, num_tokens)
         stream.launch(
             self.programs[Kind.COMBINE],
@@ -303,6 +341,14 @@ class World:
         complaint = check_result(got, want, Where(rank, step.number, "combine"))
         if complaint:
             raise Wrong(str(complaint))
+
+    def _check_given(self) -> None:
+        """What the caller gave is as it was."""
+        given, self._given = self._given, []
+        for at, want in given:
+            words = np.ascontiguousarray(want).reshape(-1).view(np.uint8)
+            if words.size and (self.memory.peek(at, words.size) != words).any():
+                raise Wrong("a kernel has stored into what the caller gave")
 
     def _check_buffer(self, step: Step, rank: int) -> None:
         """Between steps all is as it was, but for the number of the step."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ep import reference
+from ep.layout import NOTHING
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl"
@@ -29,15 +30,15 @@ def test_sealed_scales_never_end_in_nothing_and_open_again():
     _, scales = scales_of_every_bf16()
     found = np.unique(scales).tolist()
     assert 255 in found
+    assert 251 not in found
     for byte in found:
-        word = byte * 0x01010101
-        sealed = wire.seal_scales((word,) * 4)
-        assert all(0 <= one < 1 << 32 and one >> 24 != 0xFF for one in sealed), byte
-        assert wire.open_scales(sealed) == (word,) * 4
-    # Bytes do not carry into each other.
-    words = (0x00FF00FE, 0xFB03F7FF, 0x01020304, 0xFEFF0000)
-    assert wire.open_scales(wire.seal_scales(words)) == words
-    assert wire.seal_scales((0x000000FC,) * 4) == (0x04040400,) * 4
+        words = (np.uint32(byte * 0x01010101),) * 4
+        with np.errstate(over="ignore"):
+            sealed = wire.seal_scales(words)
+            assert wire.open_scales(sealed) == words
+        assert sealed[3] != NOTHING
+    # A 32-bit sum is one to one: nothing else gives all ones.
+    assert NOTHING == (0xFBFBFBFB + 0x04040404) & 0xFFFFFFFF
 
 
 def test_no_element_is_all_ones():

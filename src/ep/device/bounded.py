@@ -14,6 +14,7 @@ POLLS_PER_CLOCK = 1024
 """Polls between two looks at the clock, which is slow to read; some 0.5 ms."""
 _GATHER_NS = 2_000_000
 """Least time that the reporting thread waits for what other threads miss."""
+_GATHER_AT_MOST_NS = 250_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,8 @@ def report(awaited: list[Uint32], since_ns: Uint64, watch: Watch) -> None:
             ptx.atom_or(place + 4 * word, awaited[word])
     if ptx.atom_exch(watch.expired, Uint32(1)) == 0:
         # Others give up at their next look at the clock; then all is known.
-        until_ns = ptx.globaltimer() + Uint64(watch.timeout_ns) // 32 + _GATHER_NS
+        gather_ns = min(Uint64(watch.timeout_ns) // 32 + _GATHER_NS, Uint64(_GATHER_AT_MOST_NS))
+        until_ns = ptx.globaltimer() + gather_ns
         while ptx.globaltimer() < until_ns:
             pass
         for word in range_constexpr(watch.num_words):
@@ -95,7 +97,9 @@ def report(awaited: list[Uint32], since_ns: Uint64, watch: Watch) -> None:
         _record(watch, Word.PHASE, Uint32(watch.phase))
         _record(watch, Word.STEP, Uint32(watch.step))
         _record(watch, Word.RANK, Uint32(watch.home.rank))
-        _record(watch, Word.WAITED_US, Uint32((ptx.globaltimer() - since_ns) // 1000))
+        # More than an hour does not fit.
+        waited_us = min((ptx.globaltimer() - since_ns) // 1000, Uint64(0xFFFFFFFF))
+        _record(watch, Word.WAITED_US, Uint32(waited_us))
         ptx.store_b32(watch.record + 4 * Word.STATE, Uint32(EXPIRED), "release", "sys")
 
 

@@ -159,7 +159,7 @@ def store_source(own: Int64, row: Int64, source: Uint32, layout: EpLayout) -> No
 def rearm_row(own: Int64, row: Int64, rank: Int32, tid: Int32, layout: Constexpr) -> None:
     """Make a row of this rank empty again; `x` may stay. The threads of a CTA share the work.
 
-    Every thread has read what it needs of the row's header, and a barrier came since.
+    Where threads of the CTA read the row's header, a barrier has come since.
     """
     fields, top_k = layout.fields, layout.config.top_k
     width = scale_width(layout.config)

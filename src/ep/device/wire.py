@@ -16,8 +16,7 @@ from ep.layout import NOTHING, PARITIES, EpLayout
 
 _CANONICAL_NANS = 0x7FFF7FFF
 _SCALE_BIAS = 0x04040404
-"""Added to each scale byte on its way: 248..253 are no scales, so none arrives as 255."""
-_TOP_BITS = 0x80808080
+"""Added to a word of scales on its way: all ones would be four scales of 251, which is none."""
 NO_TOKEN = 0xFFFFFFFF
 """What the head of a row says instead of a source word: the token chose no expert here."""
 
@@ -74,15 +73,13 @@ def seal(words: ptx.Vec4) -> ptx.Vec4:
 
 
 def seal_scales(words: ptx.Vec4) -> ptx.Vec4:
-    """16 scale bytes for the way: 4 is added to each, modulo 256."""
-    sealed = [((word & ~_TOP_BITS) + _SCALE_BIAS) ^ (word & _TOP_BITS) for word in words]
-    return sealed[0], sealed[1], sealed[2], sealed[3]
+    """16 scale bytes for the way."""
+    return tuple(word + _SCALE_BIAS for word in words)
 
 
 def open_scales(words: ptx.Vec4) -> ptx.Vec4:
     """What `seal_scales` was given."""
-    opened = [((word | _TOP_BITS) - _SCALE_BIAS) ^ (~word & _TOP_BITS) for word in words]
-    return opened[0], opened[1], opened[2], opened[3]
+    return tuple(word - _SCALE_BIAS for word in words)
 
 
 def staged_row(layout: EpLayout, parity: Uint32, src_rank: Int32, token: Int32) -> Int64:
