@@ -380,6 +380,7 @@ CASES: dict[str, Any] = {
 PROCESS_CASES: dict[str, Any] = {
     "nvshmem_elsewhere": nvshmem_elsewhere,
     "million": partial(long_run, num_steps=1_000_000),
+    "consumers_long": partial(consumers, replays=100_000),
     "long_run_flags": partial(long_run, protocol=Protocol.FLAGS),
 }
 """Only for ranks that are processes."""
