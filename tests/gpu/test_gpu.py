@@ -20,8 +20,10 @@ else:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_threads_on_one_gpu(case, ranks):
-    if ranks < 2 and case == "absent_rank":
+    if ranks < 2 and case.startswith("absent"):
         pytest.skip("nobody can be absent")
+    if ranks > 1 and case == "foreign_arrays":
+        pytest.skip("frameworks take memory at any time, which waits for other ranks' kernels")
     run_ranks(ranks, CASES[case], backend="gpu")
 
 
