@@ -46,9 +46,9 @@ if [[ ${EP_PROOFS:-0} == 1 ]]; then
     apt-get update -qq
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends spin gcc libc6-dev
   fi
-  # Beside the other tests: a proof keeps a core busy, those mostly wait for each other.
+  # Beside the other tests, which mostly wait for each other, and behind them: those look at clocks.
   log=$(mktemp)
-  pytest -m proof --numprocesses auto --dist worksteal "$@" >"$log" 2>&1 &
+  nice pytest -m proof --numprocesses auto --dist worksteal "$@" >"$log" 2>&1 &
   proofs=$!
   code=0
   pytest -m "not proof" "$@" || code=$?
