@@ -8,10 +8,9 @@ from cutlass import Boolean, Constexpr, Int32, Int64, Uint32, Uint64, cute, rang
 
 from ep.device import ptx
 from ep.device.home import Control, Home
+from ep.device.sync import POLLS_PER_CLOCK, WARP
 from ep.record import EXPIRED, Phase, Word
 
-POLLS_PER_CLOCK = 1024
-"""Polls between two looks at the clock, which is slow to read; some 0.5 ms."""
 _GATHER_NS = 2_000_000
 """Least time that the reporting thread waits for what other threads miss."""
 _GATHER_AT_MOST_NS = 250_000_000
@@ -40,7 +39,7 @@ class Watch:
     @property
     def num_words(self) -> int:
         """Words that have a bit for each rank."""
-        return -(-self.home.layout.config.ranks // 32)
+        return -(-self.home.layout.config.ranks // WARP)
 
     @property
     def expired(self) -> Int64:
@@ -109,8 +108,8 @@ def rank_bits(rank: Int32, num_words: Constexpr) -> list[Uint32]:
     bits = []
     for word in range_constexpr(num_words):
         bit = Uint32(0)
-        if Uint32(rank) // 32 == word:
-            bit = Uint32(1) << (Uint32(rank) % 32)
+        if Uint32(rank) // WARP == word:
+            bit = Uint32(1) << (Uint32(rank) % WARP)
         bits.append(bit)
     return bits
 

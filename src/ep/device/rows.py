@@ -49,7 +49,7 @@ def peer_base(peers: list[Int64], rank: Int32) -> Int64:
 
 @cute.jit
 def load_expert(ids: Int64, token: Int32, num_tokens: Int32, top_k: Constexpr) -> Int32:
-    """The lane's id of `token`; -1 past the ids and past the tokens."""
+    """The lane's id of `token`, or bits of its weight; -1 past top_k and past the tokens."""
     lane = cute.arch.lane_idx()
     expert = Int32(-1)
     if token < num_tokens and lane < top_k:
