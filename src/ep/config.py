@@ -21,6 +21,7 @@ MAX_TOP_K = 32
 MAX_TOKENS = 65535
 MAX_EXPERTS = 2**31 - 2
 """`experts` itself must be an int32 as ids are: it marks empty rows where all are local."""
+MAX_SECONDS = 86400
 TUNING_FILE = "tuning.toml"
 """What lies in `configs/` and is no shape."""
 SCALE_BLOCK = 32
@@ -63,6 +64,9 @@ class EpConfig:
         How a token travels. "mxfp8": E4M3 elements and one E8M0 scale a 32-block.
     timeout_s : float
         Bound of every wait, in seconds: above 0, at most 86400.
+    grace_s : float
+        How much longer waits may take in the first step, while other ranks may still compile what
+        they need for it: 0..86400.
     protocol : Protocol or str
         Of the GPU backend: "fence_free" or "flags". The host backend has one of its own.
 
@@ -79,6 +83,7 @@ class EpConfig:
     max_tokens: int
     dispatch_format: DispatchFormat = DispatchFormat.MXFP8
     timeout_s: float = 10.0
+    grace_s: float = 60.0
     protocol: Protocol = Protocol.FENCE_FREE
 
     def __post_init__(self) -> None:
@@ -102,12 +107,10 @@ class EpConfig:
                 object.__setattr__(self, field, kind(value))
             except ValueError:
                 raise ConfigError(field, value, f"one of {', '.join(kind)}") from None
-        timeout_s = self.timeout_s
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float, np.number)):
-            raise ConfigError("timeout_s", timeout_s, "a number of seconds")
-        if not (math.isfinite(timeout_s) and 0 < timeout_s <= 86400):
-            raise ConfigError("timeout_s", timeout_s, "above 0 and at most 86400 seconds")
-        object.__setattr__(self, "timeout_s", float(timeout_s))
+        for field, may_be_zero in (("timeout_s", False), ("grace_s", True)):
+            object.__setattr__(
+                self, field, _as_seconds(field, getattr(self, field), zero=may_be_zero)
+            )
 
     @classmethod
     def load(cls, source: str | Path, /, **fields: Any) -> EpConfig:
@@ -205,6 +208,15 @@ class EpConfig:
         """
         local = self.local_experts(rank)
         return 0 if local.start > 0 else local.stop
+
+
+def _as_seconds(field: str, value: Any, *, zero: bool) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise ConfigError(field, value, "a number of seconds")
+    allowed = "0 or more" if zero else "above 0"
+    if not (math.isfinite(value) and 0 <= value <= MAX_SECONDS and (zero or value)):
+        raise ConfigError(field, value, f"{allowed} and at most {MAX_SECONDS} seconds")
+    return float(value)
 
 
 def _as_int(field: str, value: object) -> int:

@@ -49,6 +49,18 @@ class Engine(Protocol):
         """Raise `EpTimeout` if a wait that nobody has heard of yet has expired."""
         ...
 
+    @property
+    def step(self) -> int:
+        """The last step that this rank has begun. Only when its own work has ended."""
+        ...
+
+    def rearm(self, step: int, excluded: frozenset[int]) -> None:
+        """Make all as it is between steps, the last of which was `step`; skip `excluded` later.
+
+        Local: every rank that is not excluded has stopped, and none goes on until all have done it.
+        """
+        ...
+
     def finish(self) -> None:
         """Wait until this rank's own work has ended."""
         ...

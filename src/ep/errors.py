@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
 __all__ = [
     "ArgumentError",
     "BootstrapError",
@@ -78,9 +83,12 @@ class EpTimeout(EpError, TimeoutError):
     awaited : tuple of int
         The ranks that had not arrived.
     seen : tuple of int
-        For each awaited rank the last step (of this phase) it was seen to complete.
+        For each awaited rank the last step that it was seen in; 0 if in none.
     waited_s : float
         Seconds waited.
+    gone : dict of int to str
+        Awaited ranks whose process has ended, and their nodes. Of processes on other machines
+        nothing is known.
     """
 
     def __init__(
@@ -91,22 +99,44 @@ class EpTimeout(EpError, TimeoutError):
         awaited: tuple[int, ...],
         seen: tuple[int, ...],
         waited_s: float,
+        gone: Mapping[int, str] | None = None,
     ) -> None:
-        plural = "s" if len(awaited) != 1 else ""
-        ranks = ", ".join(map(str, awaited))
-        last = f" (their last seen step: {', '.join(map(str, seen))})" if seen else ""
         where = f"{phase} of step {step}" if step else phase
-        super().__init__(
-            f"rank {rank}: {where} waited {waited_s:.1f} s for rank{plural} {ranks}{last}; look at "
-            "those ranks' logs first, and raise the timeout only if they are merely slow"
-        )
+        words = f"rank {rank}: {where} waited {waited_s:.1f} s for {name_ranks(awaited)}"
+        if seen:
+            steps = sorted(set(seen)) if len(set(seen)) == 1 else seen
+            words += f" (their last seen step: {', '.join(map(str, steps))})"
+        for dead, node in (gone or {}).items():
+            words += f"; rank {dead}'s process on node {node} is gone"
+        if not gone:
+            words += (
+                "; look at those ranks' logs first, and raise the timeout only if they are merely "
+                "slow"
+            )
+        elif step:
+            words += "; go on without the dead by Exchange.exclude, or end the job"
+        super().__init__(words)
         self.phase = phase
         self.step = step
         self.rank = rank
         self.awaited = awaited
         self.seen = seen
         self.waited_s = waited_s
+        self.gone = dict(gone or {})
 
     def __reduce__(self) -> tuple[type[EpTimeout], tuple[object, ...]]:
         fields = (self.phase, self.step, self.rank, self.awaited, self.seen, self.waited_s)
-        return type(self), fields
+        return type(self), (*fields, self.gone)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Write ranks as people do: "rank 3", "ranks 0-14, 16"."""
+    parts: list[str] = []
+    start = previous = ranks[0]
+    for rank in [*ranks[1:], -1]:
+        if rank == previous + 1:
+            previous = rank
+            continue
+        parts.append(str(start) if start == previous else f"{start}-{previous}")
+        start = previous = rank
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(parts)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import threading
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ep.arguments import BF16, FP32, INT32, check_eps, check_ids, checks_values, token_count
 from ep.bootstrap import Backend, World
 from ep.config import EpConfig, Protocol
-from ep.errors import ArgumentError, CollectiveError, EpError, EpTimeout, StateError
+from ep.errors import (
+    ArgumentError,
+    CollectiveError,
+    StateError,
+    name_ranks,
+)
 from ep.layout import EpLayout
+from ep.lifecycle import Lifecycle
 from ep.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import TracebackType
-
     from ep.engine import Engine
     from ep.kernels.options import KernelOptions
 
@@ -53,7 +53,7 @@ class Received:
     source: Any
 
 
-class Exchange:
+class Exchange(Lifecycle):
     """Dispatch and combine for ever, on one buffer. A context manager.
 
     Parameters
@@ -91,6 +91,11 @@ class Exchange:
             raise ArgumentError(
                 f"kernel_options is a {type(kernel_options).__name__}; allowed is KernelOptions"
             )
+        if world.excluded:
+            raise StateError(
+                f"{name_ranks(sorted(world.excluded))} were excluded from this World; a new "
+                "Exchange needs all ranks: start a new job"
+            )
         facts = {
             **{f"EpConfig.{name}": value for name, value in dataclasses.asdict(config).items()},
             "version of ep": __version__,
@@ -102,19 +107,12 @@ class Exchange:
                 f"EpConfig.ranks is {config.ranks}, but the world has {world.size} "
                 f"ranks; pass ranks=world.size"
             )
-        self.world = world
-        self.config = config
-        self.layout = EpLayout(config)
+        layout = EpLayout(config)
         if world.backend is Backend.HOST:
             # Flags in shared memory: nothing is staged.
-            self.layout = EpLayout(dataclasses.replace(config, protocol=Protocol.FLAGS))
-        self._busy = threading.Lock()
-        self._sent: int | None = None
-        self._sent_values: Any = None
-        self._sent_stream: Any = None
-        self._broken: EpError | None = None
-        self._received: Received | None = None
-        self._engine: Engine | None = _open_engine(world, self.layout, kernel_options)
+            layout = EpLayout(dataclasses.replace(config, protocol=Protocol.FLAGS))
+        super().__init__(world, config, layout)
+        self._engine = _open_engine(world, layout, kernel_options)
         try:
             own = self._engine.buffers.own
             names = (field.name for field in dataclasses.fields(Received))
@@ -151,7 +149,8 @@ class Exchange:
         StateError
             If the last dispatch has not been combined, the exchange is closed or in use elsewhere.
         EpTimeout
-            If ranks did not arrive within `config.timeout_s`.
+            If ranks did not arrive within `config.timeout_s`, in the first step `config.grace_s`
+            later. On GPUs it is raised by a later call, `poll` or `check`.
 
         Notes
         -----
@@ -173,8 +172,8 @@ class Exchange:
             with self._step("dispatch"):
                 engine.dispatch(x, ids, weights, stream)
                 self._sent_values, self._sent_stream, self._sent = values, stream, tokens
-            assert self._received is not None
-            return self._received
+            received: Received = self._received
+            return received
 
     def combine(
         self,
@@ -216,7 +215,7 @@ class Exchange:
         StateError
             If there is no dispatch to answer, or the exchange is closed or in use elsewhere.
         EpTimeout
-            If ranks did not arrive within `config.timeout_s`.
+            As `dispatch`. No result of the step is one then: what has not come is NaN.
         """
         with self._turn() as engine:
             if self._sent is None:
@@ -244,110 +243,6 @@ class Exchange:
                 engine.combine(partials, ids, norm_weight, eps, target, stream)
                 self._sent = self._sent_values = self._sent_stream = None
             return out
-
-    def poll(self) -> None:
-        """Raise if a wait on the device has expired. Local; does not wait for the device.
-
-        Raises
-        ------
-        EpTimeout
-            Again at every call: the steps since then are lost; close the exchange and make a new
-            one.
-        """
-        if isinstance(self._broken, EpTimeout):
-            raise copy.copy(self._broken)
-        with self._turn():
-            pass
-
-    def close(self) -> None:
-        """Give the buffer back. Collective the first time; nothing after that.
-
-        Views that `dispatch` returned must not be used any more.
-
-        Raises
-        ------
-        StateError
-            If another thread is in a call of this exchange; it is not closed then.
-        """
-        with self._in_use():
-            if self._engine is None:
-                return
-            self.world.check_process()
-            self._received = None
-            try:
-                self._engine.finish()
-                # Nobody may still be storing into a peer's buffer when it goes.
-                self.world.barrier("closing an exchange")
-            except BaseException:
-                self._abandon()
-                raise
-            engine, self._engine = self._engine, None
-            engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        # Otherwise peers may be anywhere, and waiting for them could hang: the world ends the job.
-
-    @contextmanager
-    def _in_use(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise StateError("this Exchange is in use by another thread; make one for each")
-        try:
-            yield
-        finally:
-            self._busy.release()
-
-    @contextmanager
-    def _turn(self) -> Iterator[Engine]:
-        with self._in_use():
-            if self._engine is None:
-                raise StateError("this Exchange is closed; make a new one")
-            self.world.check_process()
-            if self._broken is not None:
-                raise StateError(
-                    f"this Exchange stopped at: {self._broken}; close it and make a new one"
-                )
-            try:
-                self._engine.poll()
-            except EpTimeout as error:
-                self._stop(error, "poll")
-                raise
-            yield self._engine
-
-    @contextmanager
-    def _step(self, phase: str) -> Iterator[None]:
-        # Set before, for an exception may come from anywhere and at any point: a signal's handler.
-        self._broken = StateError(f"{phase}, which did not come to its end")
-        try:
-            yield
-        except BaseException as error:
-            self._stop(error, phase)
-            raise
-        self._broken = None
-
-    def _stop(self, error: BaseException, phase: str) -> None:
-        if isinstance(error, EpTimeout):
-            self.world.note_timeout()
-            # A copy: the traceback of the one that is raised holds views of the memory.
-            self._broken = copy.copy(error)
-        else:
-            self._broken = StateError(f"{phase}, ended by {error!r}")
-
-    def _abandon(self) -> None:
-        """Give back what needs no other rank, since they may be anywhere."""
-        engine, self._engine = self._engine, None
-        self._received = None
-        if engine is not None and (self.world.backend is Backend.HOST or self.world.is_one_process):
-            engine.close()
 
 
 def _for_users(view: Any) -> Any:

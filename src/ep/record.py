@@ -1,7 +1,8 @@
 """The hang record: what a kernel whose wait expired leaves in host-visible memory.
 
 One record a rank, `RECORD_WORDS` uint32 words in pinned host memory that the kernel writes through
-its device alias and the host reads without a stream. `STATE` is written last.
+its device alias and the host reads without a stream. `STATE` is written last. A step takes two
+words, the low one first.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ import dataclasses
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from ep.config import MAX_RANKS
 from ep.errors import EpTimeout
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-RECORD_WORDS = 32
-"""One 128-byte line."""
 
 
 class Word(IntEnum):
@@ -27,12 +26,16 @@ class Word(IntEnum):
     """0: nothing happened; `EXPIRED` once the other words are valid."""
     PHASE = 1
     STEP = 2
-    RANK = 3
-    WAITED_US = 4
+    """And what was expected of every rank."""
+    RANK = 4
+    WAITED_US = 5
     AWAITED = 8
     """Three words, bit r: rank r had not arrived."""
+    SEEN = 16
+    """Two words for each rank: the last step that an awaited one was seen in."""
 
 
+RECORD_WORDS = Word.SEEN + 2 * MAX_RANKS
 EXPIRED = 1
 
 
@@ -73,6 +76,8 @@ class HangRecord:
     rank: int
     waited_us: int
     awaited: tuple[int, ...]
+    seen: tuple[int, ...]
+    """For each awaited rank."""
 
     @classmethod
     def read(cls, words: npt.NDArray[np.uint32]) -> HangRecord | None:
@@ -80,21 +85,27 @@ class HangRecord:
         if words[Word.STATE] != EXPIRED:
             return None
         bits = sum(int(words[Word.AWAITED + word]) << (32 * word) for word in range(3))
+        awaited = tuple(rank for rank in range(bits.bit_length()) if bits >> rank & 1)
+
+        def step_at(word: int) -> int:
+            return int(words[word]) | int(words[word + 1]) << 32
+
         return cls(
             Phase(int(words[Word.PHASE])),
-            int(words[Word.STEP]),
+            step_at(Word.STEP),
             int(words[Word.RANK]),
             int(words[Word.WAITED_US]),
-            tuple(rank for rank in range(bits.bit_length()) if bits >> rank & 1),
+            awaited,
+            tuple(step_at(Word.SEEN + 2 * rank) for rank in awaited),
         )
 
     def error(self) -> EpTimeout:
-        """Give the exception for this record: an absent rank completed the step before."""
+        """Give the exception for this record."""
         return EpTimeout(
             self.phase.name.lower(),
             self.step,
             self.rank,
             self.awaited,
-            tuple(self.step - 1 for _ in self.awaited),
+            self.seen,
             self.waited_us / 1e6,
         )

@@ -153,7 +153,7 @@ def wrong_use(world, monkeypatch=None):
 
 def absent_from_combine(world, **fields):
     """The same where it misses combine: whoever awaits its partials says so and gives no number."""
-    config = config_of(world, "tiny", 4, timeout_s=0.5, **fields)
+    config = config_of(world, "tiny", 4, timeout_s=0.5, grace_s=0, **fields)
     bridge = GpuBridge(world.device)
     exchange = ep.Exchange(world, config)
     step = Case(config=config, routing=Routing.UNIFORM).step(0, 4)
@@ -180,7 +180,7 @@ def absent_from_combine(world, **fields):
 
 def absent_rank(world, **fields):
     """A rank that never comes ends the others' wait in time, by name; the context survives."""
-    config = config_of(world, "tiny", 4, timeout_s=0.5, **fields)
+    config = config_of(world, "tiny", 4, timeout_s=0.5, grace_s=0, **fields)
     bridge = GpuBridge(world.device)
     exchange = ep.Exchange(world, config)
     agree(world, run_checked_step(exchange, Case(config=config).step(0, 4), bridge))

@@ -21,7 +21,7 @@ def stop(*arguments):
 
 def interrupted(world):
     """A step that an alarm ends on one rank: that rank says so, the others time out; then anew."""
-    config_ = config(world, "tiny", 4, timeout_s=1)
+    config_ = config(world, "tiny", 4, timeout_s=1, grace_s=0)
     case = Case(config=config_)
     signal.signal(signal.SIGALRM, stop)
     for phase in ("dispatch", "combine"):
@@ -66,7 +66,7 @@ def stopped(world):
 
 def stopped_and_caught(world):
     """The same, but the error is caught and the world is not closed: MPI must not wait at exit."""
-    exchange = ep.Exchange(world, config(world, "tiny", 4, timeout_s=1))
+    exchange = ep.Exchange(world, config(world, "tiny", 4, timeout_s=1, grace_s=0))
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     with raises(ep.EpTimeout, "for rank 1"):

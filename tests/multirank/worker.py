@@ -220,7 +220,7 @@ def late_rank(world):
 
 def absent_rank(world):
     """A rank that never comes ends the others' wait in time, by name; then they say so again."""
-    config_ = config(world, "tiny", 4, timeout_s=0.5)
+    config_ = config(world, "tiny", 4, timeout_s=0.5, grace_s=0)
     case = Case(config=config_)
     exchange = ep.Exchange(world, config_)
     check(world, exchange, case.step(0, 4))

@@ -68,6 +68,7 @@ PURE: dict[str, tuple[str, str, str]] = {
     "min.u64": ("u64", "u64 u64", "np.minimum({0}, {1})"),
     "min.u32": ("u32", "u32 u32", "np.minimum({0}, {1})"),
     "max.u32": ("u32", "u32 u32", "np.maximum({0}, {1})"),
+    "max.s64": ("s64", "s64 s64", "np.maximum({0}, {1})"),
     "shr.s32": ("s32", "s32 u32", "{0} >> np.minimum({1}, 31).astype(np.int32)"),
     "prmt.b32": ("u32", "u32 u32 u32", "arith.prmt({0}, {1}, {2})"),
     "dp2a.lo.u32.u32": ("u32", "u32 u32 u32", "arith.dp2a_lo({0}, {1}, {2})"),

@@ -105,7 +105,7 @@ _RULES: _Rules = [
         r"ld\.relaxed\.sys(?P<rest>\.global\.v4)",
         {"weak": r"ld\g<rest>", "gpu": r"ld.relaxed.gpu\g<rest>"},
     ),
-    ("step read", r"ld\.relaxed\.gpu(?P<rest>\.global)", {"weak": r"ld\g<rest>"}),
+    ("step read", r"ld\.relaxed\.gpu(?P<rest>\.global\.b32)", {"weak": r"ld\g<rest>"}),
     (
         "strong store",
         r"st\.relaxed\.sys(?P<rest>\.global(?!\.b128)[^;]*;)",
@@ -157,6 +157,12 @@ _RULES: _Rules = [
 FREE_RULES: _Rules = [
     *_RULES,
     ("shared store", r"st\.shared[^;]*;", {"removed": ""}),
+    ("step load", r"ld\.relaxed\.gpu(?P<rest>\.global\.v4)", {"weak": r"ld\g<rest>"}),
+    (
+        "stop",
+        r"st\.relaxed\.gpu(?P<rest>\.global[^;]*;)",
+        {"removed": "", "weak": r"st\g<rest>"},
+    ),
     (
         "claim",
         r"atom\.relaxed\.gpu\.global\.exch\.b32 (?P<to>%r\d+), [^;]*;",

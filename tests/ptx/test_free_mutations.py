@@ -16,7 +16,7 @@ from tests.ptx.machine import Hang, Mode
 from tests.ptx.mutations import FREE_RULES, ORDERING, mutants
 from tests.ptx.steps import AllOnesStep
 from tests.ptx.views import Boundary
-from tests.ptx.waits import TICK_NS, TIMEOUT_NS, Lame, impatient
+from tests.ptx.waits import TICK_NS, TIMEOUT_NS, Lame, impatient, news_after
 from tests.ptx.world import OddStep, Plan, World, Wrong, image
 
 pytestmark = [
@@ -32,7 +32,7 @@ CONFIG = EpConfig(ranks=2, hidden=512, experts=7, top_k=3, max_tokens=40)
 # Each token is for one rank alone, so that CTAs wait for different ranks.
 THREE = EpConfig(ranks=3, hidden=512, experts=7, top_k=1, max_tokens=4)
 EARLY, LATE = KernelOptions(pdl=Pdl.EARLY), KernelOptions(pdl=Pdl.LATE)
-REPORTING = frozenset({"claim", "bits", "step read", "state"})
+REPORTING = frozenset({"claim", "bits", "step read", "state", "stop"})
 """What only waits that expire come to."""
 WEAKEST = ("removed", "weak", "weak words")
 """Ends of the names of changes that allow all that others at their place do."""
@@ -189,9 +189,11 @@ def expiry_failure(group, ptx):
     phase = Phase.DISPATCH if is_dispatch else Phase.COMBINE
     last, others = config.ranks - 1, tuple(range(config.ranks - 1))
     texts = impatient(case, group.options, ptx)
-    for seed in range(2):
-        mode = Mode.ADVERSARIAL if is_dispatch or seed else Mode.RANDOM
-        plan = Plan(resident=8)
+    for seed in range(3):
+        mode = (Mode.ADVERSARIAL if is_dispatch else Mode.RANDOM, Mode.ADVERSARIAL, Mode.BENIGN)[
+            seed
+        ]
+        plan = Plan(resident=8, experts=False)
         world = Lame(
             case,
             group.options,
@@ -204,20 +206,35 @@ def expiry_failure(group, ptx):
         )
         world.machine.idle_steps = 10**5
         absent = others
+        try:
+            world.run([case.step(0, 4)])
+        except (Wrong, Hang, Fault) as problem:
+            return f"before expiry {seed}: {problem}"
         if is_dispatch and seed:
             # They are in the step, and no row comes of them.
             absent, world.no_senders = (), others
         elif is_dispatch:
             world.no_receivers = (last,)
         try:
-            record = world.run_until_expired(case.step(0, 4), phase, absent)[last]
+            record = world.run_until_expired(case.step(1, 4), phase, absent)[last]
         except (Hang, ValueError) as problem:
             return f"expiry {seed}: {problem}"
         waited_us = record.waited_us if record else 0
+        seen = (1 + (not is_dispatch or bool(seed)),) * len(others)
+        if record and is_dispatch and mode is not Mode.BENIGN and max(record.seen) <= seen[0]:
+            # The thread that reports need not know what others have heard.
+            seen = record.seen
         if waited_us < TIMEOUT_NS // 1000 or record != HangRecord(
-            phase, 1, last, waited_us, others
+            phase, 2, last, waited_us, others, seen
         ):
             return f"expiry {seed}: {record}"
+        world.no_receivers = ()
+        try:
+            news = news_after(world, last)
+        except Hang as problem:
+            news = str(problem)
+        if news:
+            return f"after expiry {seed}: {news}"
     return None
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 
+import numpy as np
 import pytest
 
 from ep.bench.cases import Case
@@ -12,7 +13,7 @@ from ep.record import HangRecord, Phase
 from ep.routing import Routing
 from tests.ptx.machine import Mode
 from tests.ptx.steps import AllOnesStep
-from tests.ptx.waits import TICK_NS, TIMEOUT_NS, impatient
+from tests.ptx.waits import TICK_NS, TIMEOUT_NS, Lame, impatient, news_after
 from tests.ptx.world import OddStep, Plan, World
 
 pytestmark = [
@@ -203,4 +204,82 @@ def test_a_wait_that_expires_is_recorded(phase, ranks, absent, mode, protocol):
         else:
             assert record is not None
             assert record.waited_us >= 10**5
-            assert record == HangRecord(phase, 1, rank, record.waited_us, awaited)
+            # Whoever is absent from combine has dispatched.
+            seen = (int(phase is Phase.COMBINE),) * len(awaited)
+            assert record == HangRecord(phase, 1, rank, record.waited_us, awaited, seen)
+
+
+@pytest.mark.parametrize("mode", [Mode.BENIGN, Mode.RANDOM, Mode.ADVERSARIAL])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("phase", Phase)
+def test_what_follows_an_expired_wait_sends_nothing_and_gives_nothing(phase, mode, norm):
+    case = Case(config=dataclasses.replace(TWO, ranks=3, experts=41), norm=norm)
+    options = KernelOptions()
+    world = World(
+        *(case, options, 0, mode),
+        ptx=impatient(case, options),
+        plan=Plan(experts=False),
+        tick_ns=TICK_NS,
+        timeout_ns=TIMEOUT_NS,
+    )
+    world.machine.idle_steps = 10**6
+    assert world.run_until_expired(case.step(0, 3), phase, (1,))[0] is not None
+    assert news_after(world, 0) is None
+
+
+@pytest.mark.parametrize("mode", [Mode.BENIGN, Mode.RANDOM])
+def test_rows_that_never_came_are_no_news(mode):
+    """Rank 2 waits for rows of rank 1, which is in the step but sends none, or only heads."""
+    case = Case(config=dataclasses.replace(TWO, ranks=3, experts=41))
+    options = KernelOptions()
+    world = Lame(
+        *(case, options, 0, mode),
+        ptx=impatient(case, options),
+        tick_ns=TICK_NS,
+        timeout_ns=TIMEOUT_NS,
+    )
+    world.no_senders = (1,)
+    world.machine.idle_steps = 10**6
+    step = case.step(0, 3)
+    # A row of the step before, which must not be taken for one of this step.
+    stale = np.full(world.layout.fields["x"].size_bytes, 0x38, np.uint8)
+    at = world.own[2] + world.layout.fields["x"].offset_bytes
+    world.memory.write(at, stale)
+    world.machine.run()
+    assert world.run_until_expired(step, Phase.DISPATCH, ())[2] is not None
+    world.machine.run()
+    rows = world._rows(world.memory.peek(world.own[2], world.layout.total_bytes))
+    stride = world.layout.stride
+    waited_for = np.arange(stride, stride + 1)
+    assert np.isnan(rows.x[waited_for].astype(np.float32)).all()
+    assert np.isnan(rows.scales[waited_for].astype(np.float32)).all()
+    assert (rows.source[stride : 2 * stride] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode"), [*((3, mode) for mode in NOT_BENIGN), (10, Mode.RANDOM), (35, Mode.BENIGN)]
+)
+def test_excluded_ranks_are_skipped(ranks, mode):
+    case = Case(config=dataclasses.replace(TWO, ranks=ranks, experts=41), uneven=True)
+    dead = (0,) if ranks == 3 else (1, ranks - 1)
+    for options in FREE[:2] if ranks == 3 else FREE[:1]:
+        world = World(case, options, 3, mode, excluded=dead)
+        tokens = (3, 1) if ranks > 3 else (3, 0, 2, 3)
+        steps = [case.step(number, most) for number, most in enumerate(tokens)]
+        world.run([OddStep.of(step).without(dead) for step in steps])
+
+
+def test_the_first_step_waits_longer():
+    case = Case(config=dataclasses.replace(TWO, ranks=3, experts=41))
+    options = KernelOptions()
+    world = World(
+        *(case, options, 0, Mode.BENIGN),
+        ptx=impatient(case, options),
+        tick_ns=TICK_NS,
+        timeout_ns=TIMEOUT_NS,
+        grace_ns=2 * TIMEOUT_NS,
+    )
+    world.machine.idle_steps = 10**6
+    record = world.run_until_expired(case.step(0, 1), Phase.DISPATCH, (1,))[0]
+    assert record is not None
+    assert record.waited_us * 1000 >= 3 * TIMEOUT_NS

@@ -133,14 +133,17 @@ def expiry_failure(group, ptx):
         mode = Mode.RANDOM if seed else Mode.ADVERSARIAL
         world = World(case, group.options, seed, mode, ptx=ptx, tick_ns=10**6, timeout_ns=10**8)
         world.machine.idle_steps = 10**6
+        rank = seed
         try:
-            _, record = world.run_until_expired(case.step(0, 2), phase, (0,))
-        except ValueError as problem:
+            world.run([case.step(0, 2)])
+            record = world.run_until_expired(case.step(1, 2), phase, (1 - rank,))[rank]
+        except (Wrong, Hang, Fault, ValueError) as problem:
             return f"expiry: {problem}"
         waited_us = record.waited_us if record else 0
-        if waited_us < 10**5 or record != HangRecord(phase, 1, 1, waited_us, (0,)):
+        seen = (1 + (phase is Phase.COMBINE),)
+        if waited_us < 10**5 or record != HangRecord(phase, 2, rank, waited_us, (1 - rank,), seen):
             return f"expiry: {record}"
-        state = world.memory.slots(world.memory.word_range(world.records[1], 4))
+        state = world.memory.slots(world.memory.word_range(world.records[rank], 4))
         if world.memory.count[state] != 2:
             return "expiry: it was not one CTA that reported"
     return None

@@ -6,6 +6,9 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING
 
+import ml_dtypes
+import numpy as np
+
 from ep.kernels.compile import Kind
 from tests.ptx.world import World, image
 
@@ -58,3 +61,29 @@ class Lame(World):
         if kind is Kind.DISPATCH and self._enqueued in self.no_receivers:
             return (senders, stamps), 1 + senders
         return (senders, stamps), ctas
+
+
+def news_after(world: World, rank: int) -> str | None:
+    """Run two more steps on a rank that has given up; tells what it sent or gave, if anything.
+
+    `world` has a plan without experts.
+    """
+    world.machine.run()
+    size, step = world.layout.total_bytes, world.case.step(7, world.config.max_tokens)
+    before = [world.memory.peek(own, size).copy() for own in world.own]
+    results = [world._enqueue(step, rank) for _ in range(2)]
+    world.machine.run()
+    after = [world.memory.peek(own, size) for own in world.own]
+    for peer in range(world.config.ranks):
+        if peer != rank and (after[peer] != before[peer]).any():
+            return f"rank {peer} was sent something"
+    for at in results:
+        size = 2 * step.counts[rank] * world.config.hidden
+        if not np.isnan(world.memory.peek(at, size).view(ml_dtypes.bfloat16)).all():
+            return "a result is not NaN"
+    rows = world._rows(after[rank])
+    is_empty = (rows.source == -1).all() and (rows.ids == world.config.empty_id(rank)).all()
+    if not is_empty or rows.weights.view(np.uint32).any() or rows.scales.view(np.uint8).any():
+        return "a row is not empty"
+    steps = [world._field(array[rank], "control")[:2, :2].tolist() for array in (before, after)]
+    return None if steps[0] == steps[1] else "it went on to a further step"

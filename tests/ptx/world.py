@@ -125,7 +125,8 @@ def oracle(step: Step) -> Oracle:
     )
     partials = [step.partials(rank, one.source) for rank, one in enumerate(rows)]
     gains = step.case.norm_weight
-    results = reference.combine(partials, ids, norm_weight=gains, eps=EPS, **geometry)
+    answered = [step.answered_ids(rank) for rank in range(config.ranks)]
+    results = reference.combine(partials, answered, norm_weight=gains, eps=EPS, **geometry)
     return Oracle(inputs, rows, partials, results)
 
 
@@ -156,6 +157,8 @@ class World:
     plan : Plan
     boundary : Boundary or None
         None: the weakest that the protocol is made for.
+    excluded : tuple of int
+        Ranks that are dead, and that the others skip.
     """
 
     def __init__(
@@ -169,13 +172,15 @@ class World:
         plan: Plan | None = None,
         tick_ns: int = 100,
         timeout_ns: int = TIMEOUT_NS,
+        grace_ns: int = 0,
         arch: str = TARGET,
         boundary: Boundary | None = None,
+        excluded: tuple[int, ...] = (),
     ) -> None:
         self.case, self.options, self.plan = case, options, plan or Plan()
         config = self.config = case.config
         self.layout = EpLayout(config)
-        self.timeout_ns = timeout_ns
+        self.timeout_ns, self.grace_ns = timeout_ns, grace_ns
         if boundary is None:
             trusted = options.boundaries is Boundaries.TRUSTED
             is_free = config.protocol is Protocol.FENCE_FREE
@@ -191,7 +196,10 @@ class World:
         ranks = range(config.ranks)
         self.own = [self.memory.allocate(self._armed(rank), rank) for rank in ranks]
         peers = [self.memory.alias(self.own[rank], rank) for rank in ranks]
+        for rank in excluded:
+            peers[rank] = 0
         tables = [np.array([*peers, self.own[rank]], np.int64) for rank in ranks]
+        self.present = [rank for rank in ranks if rank not in excluded]
         self.tables = [self.memory.allocate(tables[rank], rank) for rank in ranks]
         record = np.zeros(RECORD_WORDS, np.uint32)
         self.records = [self.memory.allocate(record, rank) for rank in ranks]
@@ -203,7 +211,7 @@ class World:
 
     def run(self, steps: Sequence[Step]) -> None:
         """Run steps; raises `Wrong`, `Hang` or `Fault` on the first thing that is not right."""
-        each, ranks = self.plan.settle_each, range(self.config.ranks)
+        each, ranks = self.plan.settle_each, self.present
         for start in range(0, len(steps), each):
             results = []
             for step in steps[start : start + each]:
@@ -213,7 +221,7 @@ class World:
             for step, rank, at in results:
                 self._check_result(step, rank, at)
             self._check_given()
-            for rank in range(self.config.ranks):
+            for rank in ranks:
                 self._check_buffer(steps[min(start + each, len(steps)) - 1], rank)
 
     def run_until_expired(
@@ -247,13 +255,17 @@ class World:
             np.full((num_tokens, self.config.hidden), np.nan, ml_dtypes.bfloat16), rank
         )
         pdl, eps = self.options.pdl != Pdl.OFF, int(np.float32(EPS).view(np.uint32))
-        tail = [self.timeout_ns, rank, num_tokens]
+        is_free = self.config.protocol is Protocol.FENCE_FREE
+        bounds = [self.timeout_ns, self.grace_ns] if is_free else [self.timeout_ns]
         extra, ctas = self._grid(Kind.DISPATCH, num_tokens)
         stream.launch(
             self.programs[Kind.DISPATCH],
             ctas,
             self.threads[Kind.DISPATCH],
-            [*(self.tables[rank], x, ids, weights, self.records[rank]), *tail, *extra],
+            [
+                *(self.tables[rank], x, ids, weights, self.records[rank], *bounds),
+                *(rank, num_tokens, *extra),
+            ],
             pdl=pdl,
         )
         if only_dispatch:
@@ -281,7 +293,7 @@ class World:
             self.threads[Kind.COMBINE],
             [
                 *(self.tables[rank], partials, ids, self.gains[rank], out, self.records[rank]),
-                *(self.timeout_ns, eps, rank, num_tokens, *extra),
+                *(*bounds, eps, rank, num_tokens, *extra),
             ],
             pdl=pdl,
         )

@@ -23,6 +23,7 @@ LAYERS = (
     ("ep.kernels",),
     ("ep.arguments", "ep.engine"),
     ("ep.host", "ep.gpu"),
+    ("ep.lifecycle",),
     ("ep.exchange",),
     ("ep", "ep.testing"),
     ("ep.bench",),

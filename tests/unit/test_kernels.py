@@ -153,8 +153,9 @@ def test_dispatch_accesses(arch):
     # To each of two ranks elements and choices; scales, heads and announcements by lane; and all
     # ones once a chunk was read.
     assert found["st.relaxed.sys.global.b128"] == 2 + 2 + 3 + 1
-    # Chunk, head and announcement; the herald acquires.
-    assert found["ld.relaxed.sys.global.b128"] == 3
+    # Chunk, head and announcement; the herald acquires. A report looks at two announcements of
+    # each of two ranks.
+    assert found["ld.relaxed.sys.global.b128"] == 3 + 2 * 4
     assert found.pop("ld.acquire.sys.global.b128") == 1
     assert found["ld.global.v4.b32"] == 4
     # Of the herald and of receivers.
@@ -167,19 +168,21 @@ def test_combine_accesses(norm, arch):
     found = accesses(built(compiler.Kind.COMBINE, norm, "k3_2", arch, "off").ptx)
     # To the slot, and all ones into each of two slots that were read.
     assert found["st.relaxed.sys.global.b128"] == 1 + 2
-    assert found["ld.relaxed.sys.global.b128"] == 2
+    assert found["ld.relaxed.sys.global.b128"] == 2 + 4
     # The first row, the first of more, the next one.
     assert found["ld.global.v4.b32"] == 3 + norm
     check_nothing_else_is_strong(found, num_reports=1)
 
 
 def check_nothing_else_is_strong(found, num_reports):
-    """Beside the chunks only the report of a wait that has expired."""
+    """Beside the chunks only the report of a wait that has expired, and who looks for one."""
     strong = {form for form in found if re.match(r"\w+\.(relaxed|acquire|release|acq_rel)", form)}
     assert strong == {
         "st.relaxed.sys.global.b128",
         "ld.relaxed.sys.global.b128",
         "ld.relaxed.gpu.global.b32",
+        "ld.relaxed.gpu.global.v4.b32",
+        "st.relaxed.gpu.global.b32",
         "atom.relaxed.gpu.global.or.b32",
         "atom.relaxed.gpu.global.exch.b32",
         "st.release.sys.global.b32",
@@ -248,6 +251,7 @@ def test_rank_and_tokens_are_arguments_only():
         "out",
         "record",
         "timeout_ns",
+        "grace_ns",
         "eps",
         "rank",
         "num_tokens",
@@ -256,7 +260,7 @@ def test_rank_and_tokens_are_arguments_only():
     ]
     names = [name for name, _ in built(compiler.Kind.DISPATCH, False, "k3_2", "sm_90a").params]
     assert names == [
-        *("table", "x", "ids", "weights", "record", "timeout_ns"),
+        *("table", "x", "ids", "weights", "record", "timeout_ns", "grace_ns"),
         *("rank", "num_tokens", "num_senders", "stamps"),
     ]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +18,8 @@ from ep.layout import SOURCE_BITS, EpLayout
 from ep.routing import Routing, partials_for, route, token_counts, tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy.typing as npt
 
     from ep.config import EpConfig
@@ -86,11 +88,20 @@ class Step:
         Seeds the data: no two steps have the same.
     counts : tuple of int
         T_s of each rank s.
+    excluded : frozenset of int
+        Ranks that take no part: they send nothing, and no partial comes of them.
     """
 
     case: Case
     number: int
     counts: tuple[int, ...]
+    excluded: frozenset[int] = frozenset()
+
+    def without(self, ranks: Iterable[int]) -> Self:
+        """Give the same step with `ranks` excluded."""
+        excluded = self.excluded | frozenset(ranks)
+        counts = tuple(0 if rank in excluded else count for rank, count in enumerate(self.counts))
+        return dataclasses.replace(self, counts=counts, excluded=excluded)
 
     def inputs(self, rank: int) -> Inputs:
         """What `rank` sends."""
@@ -112,6 +123,12 @@ class Step:
             experts=config.experts,
             seed=self.case.seed,
         )
+
+    def answered_ids(self, rank: int) -> npt.NDArray[np.int32]:
+        """Ids of `inputs(rank)`, -1 where the owner is excluded."""
+        ids = self.inputs(rank).ids
+        owners = reference.owner_of(ids, self.case.config.ranks, self.case.config.experts)
+        return np.where(np.isin(owners, list(self.excluded)), np.int32(-1), ids)
 
     def partials(self, rank: int, source: npt.NDArray[np.int32]) -> BFloat16Array:
         """What the experts of `rank` make of rows with these source words `[rows]`; NaN at -1."""
@@ -151,7 +168,7 @@ class Step:
         config, stride = self.case.config, self._geometry["stride"]
         num_tokens = self.counts[rank]
         ids = [np.empty((0, config.top_k), np.int32)] * config.ranks
-        ids[rank] = self.inputs(rank).ids
+        ids[rank] = self.answered_ids(rank)
         owners = reference.owner_of(ids[rank], config.ranks, config.experts)
         words = np.arange(num_tokens, dtype=np.int32) | (rank << SOURCE_BITS)
         partials = []

@@ -1,15 +1,17 @@
 """How ranks talk while they set up: one collective, `allgather`, bounded in time.
 
-Nothing here is used while tokens move.
+Nothing here is used while tokens move. `regroup` is for what went wrong: ranks that are anywhere
+meet again, without those that are dead.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ep.errors import BootstrapError, EpTimeout
+from ep.bootstrap.ranks import everywhere, in_words
+from ep.errors import BootstrapError, CollectiveError, EpTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,12 +24,26 @@ class Channel(Protocol):
     size: int
 
     def allgather(self, payload: bytes, timeout_s: float, what: str) -> list[bytes]:
-        """Give every rank's `payload`, in rank order. Collective.
+        """Give every rank's `payload`, in rank order; nothing for excluded ranks. Collective.
 
         Raises
         ------
         EpTimeout
             After `timeout_s` seconds, naming `what` and the ranks that are missing.
+        """
+        ...
+
+    def regroup(self, excluded: frozenset[int], timeout_s: float) -> None:
+        """Meet all ranks but `excluded`, wherever each of them was. Collective over them.
+
+        From then on `allgather` is theirs; what a round that was cut short has left is not heard.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank, if they do not exclude the same.
+        EpTimeout
+            Naming the ranks that did not come. It may be called again.
         """
         ...
 
@@ -54,6 +70,9 @@ class SingleChannel:
         """See `Channel`."""
         return [payload]
 
+    def regroup(self, excluded: frozenset[int], timeout_s: float) -> None:
+        """See `Channel`."""
+
     def abort(self, code: int) -> None:
         """See `Channel`."""
 
@@ -64,6 +83,27 @@ class SingleChannel:
         """See `Channel`."""
 
 
+REGROUPING = "meeting the ranks that remain"
+
+
+def same_exclusions(excluded: dict[int, frozenset[int]]) -> None:
+    """Raise `CollectiveError` unless all ranks said the same."""
+    if len(set(excluded.values())) > 1:
+        said = {rank: str(sorted(ranks)) for rank, ranks in excluded.items()}
+        raise everywhere(
+            CollectiveError(
+                f"the ranks exclude different ranks: {in_words(said)}; agree on them first"
+            )
+        )
+
+
+class Meeting(NamedTuple):
+    """What a rank says when it waits for others to regroup."""
+
+    excluded: frozenset[int]
+    round: int
+
+
 class ThreadGroup:
     """What the `ThreadChannel`s of one world share."""
 
@@ -71,6 +111,8 @@ class ThreadGroup:
         self.size = size
         self.changed = threading.Condition()
         self.rounds: dict[int, dict[int, bytes]] = {}
+        self.waiting: dict[int, Meeting] = {}
+        self.met: dict[int, dict[int, Meeting]] = {}
         self.aborted = False
 
 
@@ -82,6 +124,7 @@ class ThreadChannel:
         self.size = group.size
         self._group = group
         self._round = 0
+        self._present = list(range(group.size))
 
     def allgather(self, payload: bytes, timeout_s: float, what: str) -> list[bytes]:
         """See `Channel`."""
@@ -91,15 +134,44 @@ class ThreadChannel:
             box = group.rounds.setdefault(number, {})
             box[self.rank] = payload
             group.changed.notify_all()
-            done = group.changed.wait_for(lambda: len(box) == self.size or group.aborted, timeout_s)
+            done = group.changed.wait_for(
+                lambda: box.keys() >= set(self._present) or group.aborted, timeout_s
+            )
             # A rank can be one round behind at most, so older rounds have no reader left.
             group.rounds.pop(number - 2, None)
-        if len(box) == self.size:
-            return [box[rank] for rank in range(self.size)]
+        missing = tuple(rank for rank in self._present if rank not in box)
+        if not missing:
+            said = {rank: box[rank] for rank in self._present}
+            return [said.get(rank, b"") for rank in range(self.size)]
         if done:
             raise BootstrapError(f"rank {self.rank}: another rank failed during {what}")
-        missing = tuple(rank for rank in range(self.size) if rank not in box)
         raise EpTimeout(what, 0, self.rank, missing, (), timeout_s)
+
+    def regroup(self, excluded: frozenset[int], timeout_s: float) -> None:
+        """See `Channel`."""
+        group = self._group
+        others = [rank for rank in range(self.size) if rank not in excluded]
+        with group.changed:
+            group.waiting[self.rank] = Meeting(excluded, self._round)
+            # Who waits for fewer may have all of them now.
+            group.changed.notify_all()
+
+            def is_over() -> bool:
+                if group.waiting.keys() >= set(others):
+                    # Whoever comes last lets all go at once.
+                    met = {rank: group.waiting.pop(rank) for rank in others}
+                    group.met |= dict.fromkeys(others, met)
+                    group.changed.notify_all()
+                return self.rank in group.met
+
+            if not group.changed.wait_for(is_over, timeout_s):
+                missing = tuple(rank for rank in others if rank not in group.waiting)
+                group.waiting.pop(self.rank)
+                raise EpTimeout(REGROUPING, 0, self.rank, missing, (), timeout_s)
+            met = group.met.pop(self.rank)
+        same_exclusions({rank: said.excluded for rank, said in met.items()})
+        self._round = max(said.round for said in met.values())
+        self._present = others
 
     def abort(self, code: int) -> None:  # noqa: ARG002 - one protocol
         """Make every wait of the other threads end. They are not killed."""

@@ -7,13 +7,14 @@ import logging
 import os
 import select
 import signal
+import struct
 import sys
 import time
 import warnings
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ep.bootstrap.channel import poll_until
+from ep.bootstrap.channel import REGROUPING, poll_until, same_exclusions
 from ep.errors import BootstrapError, EpTimeout
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class MpiChannel:
         self._expired = False
         self._child_code = 0
         self._pending: list[Any] = []
+        self._excluded: frozenset[int] = frozenset()
+        self._meetings = 0
         # Before mpi4py's own end, which is called when the interpreter has run these.
         atexit.register(self._at_exit)
         self._comm, request = world.Idup()
@@ -52,6 +55,7 @@ class MpiChannel:
     def allgather(self, payload: bytes, timeout_s: float, what: str) -> list[bytes]:
         """See `Channel`."""
         # Tags tell rounds apart: what a timed-out round left behind is never taken for news.
+        # 2 and up: 1 is for meetings.
         tag = self._round = self._round % 10_000 + 1
         size_bytes = len(payload).to_bytes(8, "little")
         sizes = self._swap(size_bytes, [8] * self.size, 2 * tag, timeout_s, what)
@@ -61,9 +65,11 @@ class MpiChannel:
     def _swap(
         self, payload: bytes, lengths: list[int], tag: int, timeout_s: float, what: str
     ) -> list[bytes]:
+        peers = self._peers(self._excluded)
         boxes = [bytearray(length) for length in lengths]
+        for rank in self._excluded:
+            boxes[rank] = bytearray()
         boxes[self.rank][:] = payload
-        peers = [rank for rank in range(self.size) if rank != self.rank]
         receives = {rank: self._comm.Irecv(boxes[rank], source=rank, tag=tag) for rank in peers}
         sends = {rank: self._comm.Isend(payload, dest=rank, tag=tag) for rank in peers}
 
@@ -84,6 +90,52 @@ class MpiChannel:
         # A rank that has sent, but does not take what is sent to it, is missing as well.
         missing = tuple(sorted(receives or sends))
         raise EpTimeout(what, 0, self.rank, missing, (), timeout_s)
+
+    def regroup(self, excluded: frozenset[int], timeout_s: float) -> None:
+        """See `Channel`.
+
+        Ranks may have waited in vain for each other before: the number of the meeting tells its
+        messages from those of such a try, and who is behind catches up with the highest.
+        """
+        peers = self._peers(excluded)
+        self._meetings += 1
+        heard: dict[int, tuple[int, ...]] = {}
+
+        def say() -> None:
+            words = _MEETING.pack(self._meetings, self._round, *_split(excluded))
+            # Read by MPI for as long as it likes.
+            self._pending.append(
+                (words, [self._comm.Isend(words, dest=rank, tag=_MEETING_TAG) for rank in peers])
+            )
+
+        def have_met() -> bool:
+            news = False
+            for rank in peers:
+                while self._comm.Iprobe(source=rank, tag=_MEETING_TAG):
+                    box = bytearray(_MEETING.size)
+                    self._comm.Recv(box, source=rank, tag=_MEETING_TAG)
+                    heard[rank], news = _MEETING.unpack(box), True
+            latest = max((said[0] for said in heard.values()), default=0)
+            if latest > self._meetings:
+                self._meetings = latest
+                say()
+            return not news and all(rank not in absent() for rank in peers)
+
+        def absent() -> list[int]:
+            return [rank for rank in peers if heard.get(rank, (0,))[0] != self._meetings]
+
+        say()
+        if not poll_until(have_met, timeout_s):
+            self.note_timeout()
+            raise EpTimeout(REGROUPING, 0, self.rank, tuple(absent()), (), timeout_s)
+        said = {rank: _join(*heard[rank][2:]) for rank in peers} | {self.rank: excluded}
+        same_exclusions(dict(sorted(said.items())))
+        # No message of a round before this has a tag that is still to come.
+        self._round = max(self._round, *(heard[rank][1] for rank in peers), 0)
+        self._excluded = excluded
+
+    def _peers(self, excluded: frozenset[int]) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank and rank not in excluded]
 
     def abort(self, code: int) -> None:
         """See `Channel`. A forked child only keeps the code for its own end."""
@@ -112,6 +164,14 @@ class MpiChannel:
             # MPI_Finalize in a forked child speaks in the parent's name, and hangs.
             _flush()
             os._exit(self._child_code)
+        if self._excluded and not self._expired and not self._mpi.Is_finalized():
+            logger.warning(
+                "rank %d of %d ends without MPI_Finalize, which would wait for excluded ranks",
+                self.rank,
+                self.size,
+            )
+            _flush()
+            os._exit(0)
         if self._expired and not self._mpi.Is_finalized():
             logger.critical(
                 "rank %d of %d exits after a wait that expired, with its world open: it ends the "
@@ -120,6 +180,21 @@ class MpiChannel:
                 self.size,
             )
             self.abort(1)
+
+
+_MEETING_TAG = 1
+_MEETING = struct.Struct("<QQQQ")
+"""Number of the meeting, last round of `allgather`, excluded ranks as two words of bits."""
+
+
+def _split(ranks: frozenset[int]) -> tuple[int, int]:
+    bits = sum(1 << rank for rank in ranks)
+    return bits & (1 << 64) - 1, bits >> 64
+
+
+def _join(low: int, high: int) -> frozenset[int]:
+    bits = low | high << 64
+    return frozenset(rank for rank in range(bits.bit_length()) if bits >> rank & 1)
 
 
 def _flush() -> None:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import operator
 import os
 import socket
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ep.errors import BootstrapError, CollectiveError, EpError
+from ep.errors import (
+    ArgumentError,
+    BootstrapError,
+    CollectiveError,
+    DeviceError,
+    EpError,
+    HeapError,
+    name_ranks,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ErrorT = TypeVar("ErrorT", bound=EpError)
+_AGREED_KINDS = {kind.__name__: kind for kind in (BootstrapError, DeviceError, HeapError)}
+_ENDED = ("Z", "X")
+"""States of processes that only their parents have not taken notice of."""
 
 
 class Backend(StrEnum):
@@ -23,28 +39,70 @@ class Backend(StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a rank runs: `node` for people, `machine` to tell whether memory can be shared."""
+    """Where a rank runs.
+
+    Attributes
+    ----------
+    node : str
+        For people.
+    machine : str
+        The same where memory can be shared.
+    processes : str
+        The same where process numbers mean the same.
+    process : int
+    started : str
+        When the process began, in ticks since boot: the system uses numbers again.
+    local_rank, local_size : int
+    """
 
     node: str
     machine: str
+    processes: str
     process: int
+    started: str
     local_rank: int = 0
     local_size: int = 1
 
+    @classmethod
+    def own(cls) -> Place:
+        """Place of this process, as if it were the only rank of its node. Local."""
+        machine, node = _read("/proc/sys/kernel/random/boot_id"), socket.gethostname()
+        space = Path("/proc/self/ns/pid")
+        processes = str(space.readlink()) if space.is_symlink() else ""
+        _, started = _state_of(os.getpid())
+        return cls(node, machine.strip() or node, processes, os.getpid(), started)
 
-def own_place() -> tuple[str, str, int]:
-    """Node, machine and process of this rank. Local."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    machine = path.read_text().strip() if path.exists() else socket.gethostname()
-    return socket.gethostname(), machine, os.getpid()
+    def has_ended(self) -> bool:
+        """Whether its process has ended, as far as this one can know. Local."""
+        mine = Place.own()
+        if not mine.started or (mine.machine, mine.processes) != (self.machine, self.processes):
+            return False
+        state, started = _state_of(self.process)
+        return started != self.started or state in _ENDED
 
 
-def places_of(said: list[tuple[str, str, int]]) -> tuple[Place, ...]:
-    """Give every rank's place from every rank's `own_place`."""
-    nodes = [(node, machine) for node, machine, _ in said]
+def _state_of(process: int) -> tuple[str, str]:
+    """State of a process and when it began; nothing where there is none."""
+    # Its name, in parentheses, may hold anything.
+    fields = _read(f"/proc/{process}/stat").rpartition(")")[2].split()
+    return (fields[0], fields[19]) if fields else ("", "")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def places_of(said: list[Place]) -> tuple[Place, ...]:
+    """Give every rank's place from what each one knows of itself."""
+    nodes = [(place.node, place.machine) for place in said]
     return tuple(
-        Place(node, machine, process, nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank]))
-        for rank, (node, machine, process) in enumerate(said)
+        dataclasses.replace(
+            place, local_rank=nodes[:rank].count(node), local_size=nodes.count(node)
+        )
+        for rank, (place, node) in enumerate(zip(said, nodes, strict=True))
     )
 
 
@@ -78,20 +136,57 @@ def everywhere(error: ErrorT) -> ErrorT:
 
 def in_words(said: list[str] | dict[int, str]) -> str:
     """Tell what each rank said, ranks that said the same together."""
-    alike: dict[str, list[int]] = {}
+    return "; ".join(f"{name_ranks(ranks)}: {words}" for words, ranks in alike(said).items())
+
+
+def alike(said: list[str] | dict[int, str]) -> dict[str, list[int]]:
+    """Give the ranks that said each thing."""
+    ranks: dict[str, list[int]] = {}
     for rank, words in said.items() if isinstance(said, dict) else enumerate(said):
-        alike.setdefault(words, []).append(rank)
-    return "; ".join(f"{name_ranks(ranks)}: {words}" for words, ranks in alike.items())
+        ranks.setdefault(words, []).append(rank)
+    return ranks
 
 
-def name_ranks(ranks: list[int]) -> str:
-    """Write ranks as people do: "rank 3", "ranks 0-14, 16"."""
-    parts: list[str] = []
-    start = previous = ranks[0]
-    for rank in [*ranks[1:], -1]:
-        if rank == previous + 1:
-            previous = rank
-            continue
-        parts.append(str(start) if start == previous else f"{start}-{previous}")
-        start = previous = rank
-    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(parts)
+def common_error(said: list[list[str] | None], what: str) -> EpError | None:
+    """Make one error of those that ranks had, as kind and words; None where none had any."""
+    failed = {rank: told for rank, told in enumerate(said) if told}
+    if not failed:
+        return None
+    words = in_words({rank: text for rank, (_, text) in failed.items()})
+    kinds = {kind for kind, _ in failed.values()}
+    kind = _AGREED_KINDS.get(kinds.pop(), CollectiveError) if len(kinds) == 1 else CollectiveError
+    return everywhere(kind(f"{what} failed on {len(failed)} of {len(said)} ranks: {words}"))
+
+
+def difference_of(said: list[dict[str, Any] | None], what: str) -> CollectiveError | None:
+    """Tell which facts differ between ranks, and how; None where none does."""
+    told = {rank: facts for rank, facts in enumerate(said) if facts is not None}
+    complaints = []
+    for name in next(iter(told.values())):
+        values = alike({rank: json.dumps(facts.get(name)) for rank, facts in told.items()})
+        if len(values) > 1:
+            words = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in values.items())
+            complaints.append(f"{name} differs: {words}")
+    if not complaints:
+        return None
+    return everywhere(
+        CollectiveError(f"{what} must be the same on every rank; " + "; ".join(complaints))
+    )
+
+
+def ranks_to_exclude(given: Iterable[int], rank: int, size: int) -> frozenset[int]:
+    """Check ranks that `rank` of `size` would go on without.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    try:
+        ranks = frozenset(operator.index(one) for one in given)
+    except TypeError:
+        ranks = frozenset([-1])
+    if not ranks <= set(range(size)) - {rank}:
+        raise ArgumentError(
+            f"ranks to exclude are {given!r}; allowed are ranks 0..{size - 1} but this one, {rank}"
+        )
+    return ranks

@@ -2,46 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import logging
 import os
-import sys
 from typing import TYPE_CHECKING, Any, Self
 
 from ep.bootstrap.channel import Channel, SingleChannel
 from ep.bootstrap.device import choose_device, gpu_obstacle
+from ep.bootstrap.ending import at_uncaught_error, exit_code, log_end
 from ep.bootstrap.launcher import detect
 from ep.bootstrap.mpi import open_mpi_channel
 from ep.bootstrap.ranks import (
     Backend,
+    Place,
     agree_on_backend,
+    alike,
+    common_error,
+    difference_of,
     everywhere,
     in_words,
-    name_ranks,
-    own_place,
     places_of,
+    ranks_to_exclude,
 )
 from ep.errors import (
     ArgumentError,
     BootstrapError,
     CollectiveError,
-    DeviceError,
     EpError,
-    HeapError,
+    EpTimeout,
     StateError,
+    name_ranks,
 )
 from ep.settings import is_set
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from types import TracebackType
 
     from ep.memory.cuda import Device
 
-logger = logging.getLogger(__name__)
-
 BOOTSTRAP_TIMEOUT_S = 60.0
-_AGREED_KINDS = {kind.__name__: kind for kind in (BootstrapError, DeviceError, HeapError)}
 
 
 class World:
@@ -66,6 +66,8 @@ class World:
         GPUs that all ranks together use.
     ranks_on_gpu : int
         Ranks that use this rank's GPU.
+    excluded : frozenset of int
+        Ranks that the others go on without.
     """
 
     def __init__(
@@ -82,18 +84,21 @@ class World:
         self._process = os.getpid()
         self._stopped: str | None = None
         self._at_close: list[Callable[[], None]] = []
+        self._num_exchanges = 0
+        self.excluded: frozenset[int] = frozenset()
+        self.places: tuple[Place, ...] = ()
         self.rank = channel.rank
         self.size = channel.size
         obstacle = None if backend == Backend.HOST else gpu_obstacle()
         gathered = self.allgather(
             {
-                "place": own_place(),
+                "place": dataclasses.asdict(Place.own()),
                 "backend": backend,
                 "obstacle": obstacle,
             },
             "start-up",
         )
-        self.places = places_of([tuple(said["place"]) for said in gathered])
+        self.places = places_of([Place(**said["place"]) for said in gathered])
         self.local_rank = self.places[self.rank].local_rank
         self.local_size = self.places[self.rank].local_size
         self.backend = agree_on_backend(
@@ -147,11 +152,11 @@ class World:
         channel = _open_channel(os.environ, timeout_s)
         world = cls(channel, backend, timeout_s, share_gpus=share_gpus)
         if world.size > 1:
-            world._end_job_on_uncaught_errors()
+            at_uncaught_error(world._end_job)
         return world
 
     def allgather(self, value: Any, what: str = "allgather") -> list[Any]:
-        """Give every rank's `value`, in rank order. Collective, bounded.
+        """Give every rank's `value`, in rank order; None for excluded ranks. Collective, bounded.
 
         Parameters
         ----------
@@ -179,8 +184,10 @@ class World:
             told = self._channel.allgather(payload, self._timeout_s, what)
         except BaseException as error:
             self._stopped = f"{what}, ended by {error!r}"
+            if isinstance(error, EpTimeout):
+                raise self.explain(error) from None
             raise
-        said = [json.loads(words) for words in told]
+        said = [json.loads(words) if words else [what, None] for words in told]
         calls = [repr(call) for call, _ in said]
         if len(set(calls)) > 1:
             raise everywhere(
@@ -212,17 +219,9 @@ class World:
             failing ranks say the same kind of error, else `CollectiveError`.
         """
         said = self.allgather(error and [type(error).__name__, str(error)], what)
-        failed = {rank: told for rank, told in enumerate(said) if told}
-        if not failed:
-            return
-        words = in_words({rank: text for rank, (_, text) in failed.items()})
-        kinds = {kind for kind, _ in failed.values()}
-        kind = _AGREED_KINDS.get(kinds.pop(), CollectiveError) if len(kinds) == 1 else None
-        raise everywhere(
-            (kind or CollectiveError)(
-                f"{what} failed on {len(failed)} of {self.size} ranks: {words}"
-            )
-        ) from error
+        common = common_error(said, what)
+        if common is not None:
+            raise common from error
 
     def agree_on(self, facts: Mapping[str, Any], what: str) -> None:
         """Compare `facts` over the ranks. Collective.
@@ -232,21 +231,9 @@ class World:
         CollectiveError
             On every rank, naming each fact that differs, its values and their ranks.
         """
-        said = self.allgather(dict(facts), what)
-        complaints = []
-        for name in facts:
-            values: dict[str, list[int]] = {}
-            for rank, theirs in enumerate(said):
-                values.setdefault(json.dumps(theirs.get(name)), []).append(rank)
-            if len(values) > 1:
-                told = ", ".join(
-                    f"{value} on {name_ranks(ranks)}" for value, ranks in values.items()
-                )
-                complaints.append(f"{name} differs: {told}")
-        if complaints:
-            raise everywhere(
-                CollectiveError(f"{what} must be the same on every rank; " + "; ".join(complaints))
-            )
+        difference = difference_of(self.allgather(dict(facts), what), what)
+        if difference is not None:
+            raise difference
 
     @property
     def is_one_process(self) -> bool:
@@ -261,6 +248,46 @@ class World:
                 f"({os.getpid()}); use it in the parent alone"
             )
 
+    def explain(self, error: EpTimeout) -> EpTimeout:
+        """Add to `error` which of the awaited ranks have ended. Local."""
+        gone = {
+            rank: self.places[rank].node
+            for rank in error.awaited
+            if self.places and self.places[rank].has_ended()
+        }
+        fields = (error.phase, error.step, error.rank, error.awaited, error.seen, error.waited_s)
+        return EpTimeout(*fields, gone)
+
+    def regroup(self, excluded: Iterable[int] = ()) -> None:
+        """Meet again, wherever each rank was, without `excluded`. Collective over those that stay.
+
+        It is how ranks go on after a wait that expired. What a collective call that was cut short
+        has left is forgotten. Excluded ranks stay excluded; `allgather` gives None for them.
+
+        Raises
+        ------
+        ArgumentError
+            If `excluded` are not ranks, or this one is among them.
+        CollectiveError
+            On every rank, if they do not exclude the same.
+        EpTimeout
+            Naming the ranks that did not come. The call may be repeated.
+        """
+        if self._closed:
+            raise StateError("this World is closed; connect a new one")
+        self.check_process()
+        ranks = self.excluded | ranks_to_exclude(excluded, self.rank, self.size)
+        try:
+            self._channel.regroup(ranks, self._timeout_s)
+        except EpTimeout as error:
+            raise self.explain(error) from None
+        self.excluded, self._stopped = ranks, None
+
+    def next_exchange(self) -> int:
+        """Number the exchanges of this world, the same on every rank that makes them alike."""
+        self._num_exchanges += 1
+        return self._num_exchanges
+
     def note_timeout(self) -> None:
         """Remember that a bounded wait has expired, in a step say. Local.
 
@@ -270,7 +297,7 @@ class World:
         self._channel.note_timeout()
 
     def at_close(self, function: Callable[[], None]) -> None:
-        """Have `function` called, on every rank, when the world is closed without an error."""
+        """Have `function` called when the world is closed without an error, by all its ranks."""
         self._at_close.append(function)
 
     def _take_device(self, share_gpus: bool) -> None:
@@ -281,15 +308,12 @@ class World:
             error = problem
         self.agree(error, "choosing a GPU")
         uuids = self.allgather(self.device.uuid if self.device else "", "choosing a GPU")
-        owners: dict[str, list[int]] = {}
-        for rank, uuid in enumerate(uuids):
-            owners.setdefault(uuid, []).append(rank)
-        shared = [ranks for ranks in owners.values() if len(ranks) > 1]
-        self.shares_gpus = bool(shared)
+        owners = alike(uuids)
+        self.shares_gpus = len(owners) < self.size
         self.num_gpus = len(owners)
         self.ranks_on_gpu = len(owners[uuids[self.rank]])
-        if shared and not share_gpus:
-            told = "; ".join(map(name_ranks, shared))
+        if self.shares_gpus and not share_gpus:
+            told = "; ".join(name_ranks(ranks) for ranks in owners.values() if len(ranks) > 1)
             raise everywhere(
                 BootstrapError(
                     f"several ranks have one GPU: {told}; start one rank a GPU, check "
@@ -297,18 +321,9 @@ class World:
                 )
             )
 
-    def _end_job_on_uncaught_errors(self) -> None:
-        # At exit MPI would wait for all ranks, and so this one's traceback for their timeouts.
-        hook = sys.excepthook
-
-        def end_job(
-            kind: type[BaseException], error: BaseException, trace: TracebackType | None
-        ) -> None:
-            hook(kind, error, trace)
-            if not self._closed:
-                self._channel.abort(1)
-
-        sys.excepthook = end_job
+    def _end_job(self) -> None:
+        if not self._closed:
+            self._channel.abort(1)
 
     def close(self) -> None:
         """Leave the world. Collective the first time; nothing after that, or in a forked child.
@@ -319,6 +334,9 @@ class World:
             return
         try:
             self.barrier("closing the world")
+            if self.excluded:
+                # They are collective, too: what they would give back ends with the process.
+                self._at_close.clear()
             while self._at_close:
                 self._at_close.pop()()
         except BaseException as error:
@@ -337,29 +355,10 @@ class World:
         self._closed = True
         if self.size == 1:
             return
-        code = 1
-        if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-            # The system keeps 8 bits, and a job that ends so has not succeeded.
-            code = code and (code & 0xFF or 1)
         if os.getpid() == self._process:
-            self._log_end(error, code)
-        if code:
+            log_end(error, self.rank, self.size)
+        if code := exit_code(error):
             self._channel.abort(code)
-
-    def _log_end(self, error: BaseException, code: int) -> None:
-        if not isinstance(error, SystemExit):
-            logger.critical(
-                "rank %d of %d failed and ends the job", self.rank, self.size, exc_info=error
-            )
-            return
-        logger.critical(
-            "rank %d of %d left by sys.exit(%s) while the world was open; %s",
-            self.rank,
-            self.size,
-            error.code,
-            "it ends the job" if code else "ranks that wait for it will time out",
-        )
 
     def __enter__(self) -> Self:
         return self

@@ -6,9 +6,10 @@ import dataclasses
 
 from cutlass import Boolean, Constexpr, Int32, Int64, Uint32, Uint64, cute, range_constexpr
 
-from ep.device import ptx
-from ep.device.home import Control, Home
+from ep.device import ptx, wire
+from ep.device.home import STOPPED_WORD, Control, Home
 from ep.device.sync import POLLS_PER_CLOCK, WARP
+from ep.layout import PARITIES
 from ep.record import EXPIRED, Phase, Word
 
 _GATHER_NS = 2_000_000
@@ -28,6 +29,8 @@ class Watch:
     record : Int64
         Device address of the hang record.
     timeout_ns : Int64
+    grace_ns : Int64
+        How much longer it is in step 1, where other ranks may still have much to do.
     """
 
     phase: Phase
@@ -35,6 +38,7 @@ class Watch:
     step: Int64
     record: Int64
     timeout_ns: Int64
+    grace_ns: Int64
 
     @property
     def num_words(self) -> int:
@@ -68,7 +72,10 @@ def is_over(polls: Int32, since_ns: Uint64, watch: Watch) -> tuple[Boolean, Uint
         now_ns = ptx.globaltimer()
         if since_ns == 0:
             since_ns = now_ns
-        over = now_ns - since_ns >= Uint64(watch.timeout_ns)
+        limit_ns = watch.timeout_ns
+        if watch.step == 1:
+            limit_ns = limit_ns + watch.grace_ns
+        over = now_ns - since_ns >= Uint64(limit_ns)
         # Others wait for the same ranks; whoever waits after them need not take as long.
         over = over or ptx.load_b32(watch.expired, "relaxed", "gpu") != 0
     return over, since_ns
@@ -78,13 +85,16 @@ def is_over(polls: Int32, since_ns: Uint64, watch: Watch) -> tuple[Boolean, Uint
 def report(awaited: list[Uint32], since_ns: Uint64, watch: Watch) -> None:
     """Say whom this thread has waited for; the first thread that does fills the hang record.
 
-    Called by single threads. `awaited` has bit r of word w for rank `32 * w + r`.
+    It also stops the kernels after this one. Called by single threads. `awaited` has bit r of word
+    w for rank `32 * w + r`.
     """
     place = watch.expired + 4
     for word in range_constexpr(watch.num_words):
         if awaited[word] != 0:
             ptx.atom_or(place + 4 * word, awaited[word])
     if ptx.atom_exch(watch.expired, Uint32(1)) == 0:
+        for line in (Control.DISPATCHED, Control.COMBINED):
+            ptx.store_b32(watch.home.control(line) + 4 * STOPPED_WORD, Uint32(1), "relaxed", "gpu")
         # Others give up at their next look at the clock; then all is known.
         gather_ns = min(Uint64(watch.timeout_ns) // 32 + _GATHER_NS, Uint64(_GATHER_AT_MOST_NS))
         until_ns = ptx.globaltimer() + gather_ns
@@ -93,8 +103,9 @@ def report(awaited: list[Uint32], since_ns: Uint64, watch: Watch) -> None:
         for word in range_constexpr(watch.num_words):
             # An atomic reads the newest value.
             _record(watch, Word.AWAITED + word, ptx.atom_or(place + 4 * word, Uint32(0)))
+        _record_seen(watch)
         _record(watch, Word.PHASE, Uint32(watch.phase))
-        _record(watch, Word.STEP, Uint32(watch.step))
+        _record_step(watch, Int32(Word.STEP), watch.step)
         _record(watch, Word.RANK, Uint32(watch.home.rank))
         # More than an hour does not fit.
         waited_us = min((ptx.globaltimer() - since_ns) // 1000, Uint64(0xFFFFFFFF))
@@ -114,5 +125,22 @@ def rank_bits(rank: Int32, num_words: Constexpr) -> list[Uint32]:
     return bits
 
 
+@cute.jit
+def _record_seen(watch: Watch) -> None:
+    """Write the last step that each rank has announced here."""
+    layout, rank = watch.home.layout, Int32(0)
+    while rank < layout.config.ranks:
+        last = Int64(0)
+        for half in range_constexpr(PARITIES):
+            at = watch.home.base + wire.announcement(layout, Uint32(half), rank)
+            last = max(last, wire.step_of(ptx.load_b128(at)))
+        _record_step(watch, Word.SEEN + 2 * rank, last)
+        rank = rank + 1
+
+
 def _record(watch: Watch, word: int, value: Uint32) -> None:
     ptx.store_b32(watch.record + 4 * word, value)
+
+
+def _record_step(watch: Watch, word: Int32, step: Int64) -> None:
+    ptx.store_v2(watch.record + 4 * Int64(word), wire.words_of(step))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from enum import IntEnum
 
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
-from ep.device import ptx, rows
+from ep.device import ptx, rows, wire
 from ep.layout import LINE_BYTES, EpLayout
 
 
@@ -15,11 +15,16 @@ class Control(IntEnum):
     """Line of each word of the `control` field. Only its owner touches it."""
 
     DISPATCHED = 0
-    """Words 0 and 1: number of the last dispatch's step."""
+    """Words 0 and 1: number of the last dispatch's step. Word 2: 1 once a wait has expired."""
     COMBINED = 1
     """The same of the last combine."""
     EXPIRED = 2
     """Word 0: 1 once a wait has expired. Words 1..3, bit r: it was for rank r."""
+
+
+STOPPED_WORD = 2
+"""Of the lines that kernels begin with: what tells that a kernel before gave up. Beside the step,
+so that no kernel reads one word more for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +54,14 @@ class Home:
     def control(self, line: Control) -> Int64:
         """Address of a line of the control field."""
         return self.field("control") + LINE_BYTES * line
+
+    def load_step(self, line: Control) -> tuple[Int64, Boolean]:
+        """Step in a line of the control field, and whether a kernel before this one gave up.
+
+        Relaxed, since the second may be set while this kernel runs.
+        """
+        words = ptx.load_v4(self.control(line), "relaxed", "gpu")
+        return wire.step_of(words), words[STOPPED_WORD] != 0
 
     def row(self, src_rank: Int32, token: Int32) -> Int64:
         """Receive row of a token."""

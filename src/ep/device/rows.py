@@ -24,6 +24,7 @@ def load_peers(table: Int64, ranks: Constexpr, rank: Int32) -> list[Int64]:
 
     `table` is the address of `[ranks + 1]` int64, the own mapping last. It stands for the own rank
     here: the own peer mapping is never touched. Words past the last rank are the own base, too.
+    An excluded rank's is 0. While kernels run the table does not change.
     """
     lane = cute.arch.lane_idx()
     peers = []
@@ -77,6 +78,19 @@ def owners(expert: Int32, config: Constexpr) -> list[Uint32]:
             bit = Uint32(1) << (owner % WARP)
         masks.append(ptx.redux_or(bit))
     return masks
+
+
+def present(peers: list[Int64]) -> list[Uint32]:
+    """Ranks that have an address, as `load_peers` gives them: all but the excluded ones.
+
+    Bits past the last rank mean nothing. All lanes take part.
+    """
+    return [ptx.ballot(base != 0) for base in peers]
+
+
+def common(masks: list[Uint32], others: list[Uint32]) -> list[Uint32]:
+    """Ranks in both of two sets."""
+    return [mask & other for mask, other in zip(masks, others, strict=True)]
 
 
 def is_empty(masks: list[Uint32]) -> Boolean:
@@ -214,6 +228,10 @@ class Peers:
         if ranks <= UNROLLED_RANKS:
             every = [ptx.load_b64(table + 8 * idx) for idx in range(ranks)]
         return cls(ranks, load_peers(table, ranks, rank), every)
+
+    def present(self) -> list[Uint32]:
+        """Ranks that are not excluded. All lanes take part."""
+        return present(self.by_lane)
 
     def store_others(
         self, masks: list[Uint32], rank: Int32, live: Boolean, offset: Int64, chunk: ptx.Vec4

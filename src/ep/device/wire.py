@@ -31,6 +31,11 @@ def words_of(step: Int64) -> tuple[Uint32, Uint32]:
     return Uint32(step), Uint32(step >> 32)
 
 
+def step_of(words: ptx.Vec4) -> Int64:
+    """Step whose number begins a chunk."""
+    return Int64(words[0]) | (Int64(words[1]) << 32)
+
+
 def parity(step: Int64) -> Uint32:
     """Which half of staging and announcements a step uses."""
     return Uint32(step) % PARITIES

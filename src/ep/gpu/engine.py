@@ -16,7 +16,7 @@ from ep.kernels.compile import Kind, Launcher, get_image
 from ep.kernels.grid import HERALDS, Grid, combine_ctas, combine_grid, dispatch_ctas, dispatch_grid
 from ep.kernels.options import KernelOptions, Pdl
 from ep.kernels.tuning import PerSm, Tuning, load_table
-from ep.layout import EMPTY_SOURCE, NOTHING
+from ep.layout import EMPTY_SOURCE, LINE_BYTES, NOTHING
 from ep.memory import cuda
 from ep.memory.local import LocalMemory
 from ep.memory.nvshmem import NvshmemMemory
@@ -52,7 +52,11 @@ class GpuEngine:
         self._device = world.device
         self._config = layout.config
         self._rank = world.rank
-        self._timeout_ns = int(layout.config.timeout_s * 1e9)
+        config = layout.config
+        self._is_fence_free = config.protocol is Protocol.FENCE_FREE
+        # The flag protocol knows no first step.
+        bounds_s = (config.timeout_s, config.grace_s)[: 1 + self._is_fence_free]
+        self._bounds_ns = [int(bound_s * 1e9) for bound_s in bounds_s]
         if options is None:
             options = KernelOptions(pdl=Pdl.LATE if world.shares_gpus else Pdl.EARLY)
         self._tuning = _read_tuning(world, layout.config)
@@ -65,17 +69,15 @@ class GpuEngine:
             for kind, launchers in self._launch.items()
             for norm, launch in launchers.items()
         }
-        self._is_fence_free = layout.config.protocol is Protocol.FENCE_FREE
         home = LocalMemory if world.is_one_process else NvshmemMemory
         memory: SymmetricMemory = home.allocate(world, self._device, layout.total_bytes)
         self._buffers = EpBuffers(layout, memory, world.rank)
         self._record = cuda.PinnedWords(RECORD_WORDS)
         self._table = cuda.allocate(8 * len(memory.addresses))
-        cuda.upload(self._table, np.array(memory.addresses, np.int64))
         self._stamped: dict[Kind, cuda.DeviceArray] = {}
         if options.stamps:
             self._stamped = self._make_stamps()
-        self._arm()
+        self.rearm(0, frozenset())
         self._shares_context = world.is_one_process and world.shares_gpus
         self._last_stream: int | None = None
         self._ended = cuda.driver("EventCreate", _event_flags())
@@ -141,7 +143,7 @@ class GpuEngine:
             ids.address,
             weights.address,
             self._record.device_address,
-            self._timeout_ns,
+            *self._bounds_ns,
             self._rank,
             tokens,
             *extra,
@@ -170,7 +172,7 @@ class GpuEngine:
             norm_weight.address if norm_weight is not None else 0,
             out.address,
             self._record.device_address,
-            self._timeout_ns,
+            *self._bounds_ns,
             eps,
             self._rank,
             tokens,
@@ -259,16 +261,32 @@ class GpuEngine:
         """Where a kernel built with stamps puts them; nowhere for others."""
         return self._stamped[kind].address if self._stamped else 0
 
-    def _arm(self) -> None:
-        """Make every row and what announces itself empty; the memory is all zeros."""
-        own = self._buffers.own
+    @property
+    def step(self) -> int:
+        """The last step that this rank has begun."""
+        # In both protocols the step that dispatch counts is in this place.
+        low, high = self._buffers.own("control").numpy(0)[0, :2].tolist()
+        return int(low | high << 32 if self._is_fence_free else low)
+
+    def rearm(self, step: int, excluded: frozenset[int]) -> None:
+        """Make every row and what announces itself empty, and all counters as after `step`."""
+        own, layout = self._buffers.own, self._buffers.layout
+        addresses = np.array(self._buffers.addresses, np.int64)
+        addresses[sorted(excluded)] = 0
+        cuda.upload(self._table, addresses)
+        cuda.fill(self._buffers.addresses[-1], layout.total_bytes, 0)
         words = {"header": EMPTY_SOURCE, "ids": self._config.empty_id(self._rank)}
         if self._is_fence_free:
             words |= {"slots": NOTHING, "staging": NOTHING}
         for name, word in words.items():
-            size_words = self._buffers.layout.fields[name].size_bytes // 4
+            size_words = layout.fields[name].size_bytes // 4
             cuda.driver("MemsetD32", own(name).address, word & 0xFFFFFFFF, size_words)
+        # Both lines of the fence-free protocol; the flag protocol counts in the first one alone.
+        lines = np.zeros((1 + self._is_fence_free, LINE_BYTES // 8), np.int64)
+        lines[:, 0] = step
+        cuda.upload(own("control").address, lines)
         cuda.synchronize()
+        self._record.words[:] = 0
 
     def _has_ended(self) -> bool:
         from cuda.bindings import driver

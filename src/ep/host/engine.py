@@ -45,7 +45,8 @@ class HostEngine:
         self._layout = layout
         self._config = layout.config
         self._rank = world.rank
-        self._everybody = set(range(world.size))
+        self._present = set(range(world.size))
+        self._absent: list[int] = []
         self._step = 0
         self._memory = HostMemory.allocate(world, layout.total_bytes)
         try:
@@ -82,6 +83,21 @@ class HostEngine:
     def poll(self) -> None:
         """Do nothing: an expired wait raises where it waits."""
 
+    @property
+    def step(self) -> int:
+        """The last step that this rank has begun."""
+        return self._step
+
+    def rearm(self, step: int, excluded: frozenset[int]) -> None:
+        """Make all as it is between steps, the last of which was `step`; skip `excluded`."""
+        self._memory.forget()
+        for name in ("dispatch_flags", "combine_flags", "counts"):
+            self._buffers.own(name)[...] = 0
+        self._empty(slice(None))
+        self._step = step
+        self._absent = sorted(excluded)
+        self._present = set(range(self._config.ranks)) - excluded
+
     def dispatch(self, x: Array, ids: Array, weights: Array, stream: None) -> None:  # noqa: ARG002
         """Send tokens, then wait until every rank has sent its own. Collective."""
         tokens = x.shape[0]
@@ -91,7 +107,7 @@ class HostEngine:
         first = self._layout.row(self._rank, 0)
         rows = {"x": elements, "scales": scales, "ids": ids, "weights": weights}
         self._step += 1
-        for peer in range(self._config.ranks):
+        for peer in self._present:
             (token_idx,) = chosen[:, peer].nonzero()
             if token_idx.size:
                 row = first + token_idx
@@ -101,6 +117,11 @@ class HostEngine:
         self._raise_flags("dispatch_flags", Phase.DISPATCH, tokens + 1)
         flags = self._wait_flags("dispatch_flags", Phase.DISPATCH)
         self._buffers.own("counts")[:] = flags - 1
+        for absent in self._absent:
+            # It may only have been slow, and has sent what nobody waits for any more.
+            self._buffers.own("counts")[absent] = 0
+            first = self._layout.row(absent, 0)
+            self._empty(slice(first, first + self._layout.stride))
 
     def combine(
         self,
@@ -112,6 +133,16 @@ class HostEngine:
         stream: None,  # noqa: ARG002
     ) -> None:
         """Send partials home, empty the rows, then sum what came back. Collective."""
+        try:
+            self._combine(partials, ids, norm_weight, eps, out)
+        except BaseException:
+            # Nothing that could be taken for a result.
+            out[...] = np.nan
+            raise
+
+    def _combine(
+        self, partials: Array, ids: Array, norm_weight: Array | None, eps: float, out: Array
+    ) -> None:
         chosen = self._chosen(ids)
         header = self._buffers.own("header")
         sent = []
@@ -141,6 +172,7 @@ class HostEngine:
         # The extra column takes the owner -1 of ids that select nobody.
         chosen = np.zeros((ids.shape[0], self._config.ranks + 1), np.bool_)
         np.put_along_axis(chosen, self._config.owner_of(ids).astype(np.intp), True, axis=1)
+        chosen[:, self._absent] = False
         return chosen[:, :-1]
 
     def _reduce(
@@ -169,14 +201,13 @@ class HostEngine:
         own("scales").view(np.uint8)[rows] = 0
 
     def _raise_flags(self, name: str, phase: Phase, value: int) -> None:
-        for peer in range(self._config.ranks):
+        for peer in self._present:
             self._buffers.at(peer, name)[self._rank, 0] = value
             self._memory.ring(peer, phase, self._step)
 
     def _wait_flags(self, name: str, phase: Phase) -> npt.NDArray[np.int64]:
-        self._memory.wait(
-            self._everybody, phase, self._step, self._config.timeout_s, phase.name.lower()
-        )
+        timeout_s = self._config.timeout_s + self._config.grace_s * (self._step == 1)
+        self._memory.wait(self._present, phase, self._step, timeout_s, phase.name.lower())
         flags = self._buffers.own(name)[:, 0]
         values: npt.NDArray[np.int64] = flags.astype(np.int64)
         flags[:] = 0

@@ -43,6 +43,7 @@ class EpCombine:
         ("out", Int64),
         ("record", Int64),
         ("timeout_ns", Int64),
+        ("grace_ns", Int64),
         ("eps", Float32),
         ("rank", Int32),
         ("num_tokens", Int32),
@@ -74,6 +75,7 @@ class EpCombine:
         out: Int64,
         record: Int64,
         timeout_ns: Int64,
+        grace_ns: Int64,
         eps: Float32,
         rank: Int32,
         num_tokens: Int32,
@@ -96,8 +98,8 @@ class EpCombine:
             Device address of BF16 `[H]` (a multiple of 16); not read without `norm`.
         record : Int64
             Device address of the hang record.
-        timeout_ns : Int64
-            Bound of each wait.
+        timeout_ns, grace_ns : Int64
+            Bound of each wait, and what is added to it in step 1.
         eps : Float32
         rank, num_tokens : Int32
             This rank and its T, the same as in dispatch.
@@ -109,7 +111,7 @@ class EpCombine:
         stream : CUstream
         """
         self.kernel(
-            *(table, partials, ids, norm_weight, out, record, timeout_ns, eps),
+            *(table, partials, ids, norm_weight, out, record, timeout_ns, grace_ns, eps),
             *(rank, num_tokens, num_senders, stamps),
         ).launch(
             grid=[num_ctas, 1, 1],
@@ -130,6 +132,7 @@ class EpCombine:
         out: Int64,
         record: Int64,
         timeout_ns: Int64,
+        grace_ns: Int64,
         eps: Float32,
         rank: Int32,
         num_tokens: Int32,
@@ -150,14 +153,16 @@ class EpCombine:
         else:
             num_ctas, _, _ = cute.arch.grid_dim()
             first, num_reducers = cta - num_senders, num_ctas - num_senders
+            peers = rows.load_peers(table, self.config.ranks, rank)
             gains = self.reducer.load_gains(norm_weight)
             if const_expr(self.options.has_warm):
                 self.reducer.warm(partials, ids, out, home, first, num_tokens)
             self._begin(clock)
-            step = ptx.load_b64(home.control(Control.DISPATCHED))
-            watch = Watch(Phase.COMBINE, home, step, record, timeout_ns)
+            step, stopped = home.load_step(Control.DISPATCHED)
+            watch = Watch(Phase.COMBINE, home, step, record, timeout_ns, grace_ns)
             self.reducer.reduce(
-                partials, ids, out, eps, first, num_reducers, num_tokens, gains, watch, clock
+                *(partials, ids, out, eps, first, num_reducers, num_tokens, gains),
+                *(peers, stopped, watch, clock),
             )
         if const_expr(self.options.pdl == Pdl.LATE):
             # Not before the wait: an idle kernel that holds an SM could keep out a peer's

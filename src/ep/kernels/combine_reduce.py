@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr, cute, range_constexpr
+from cutlass import (
+    Boolean,
+    Float32,
+    Int32,
+    Int64,
+    Uint32,
+    Uint64,
+    const_expr,
+    cute,
+    range_constexpr,
+)
 
 from ep.device import bounded, norm, ptx, rows, wire
 from ep.device.bounded import Watch
@@ -11,7 +21,7 @@ from ep.device.stamps import Stamps
 from ep.device.sync import WARP
 from ep.kernels.combine_send import Chunks
 from ep.kernels.options import KernelOptions
-from ep.layout import CHUNK_BYTES, EpLayout
+from ep.layout import CHUNK_BYTES, NOTHING, EpLayout
 from ep.record import Stamp
 
 LOADS_IN_FLIGHT = 8
@@ -88,10 +98,15 @@ class TokenReducer:
         num_reducers: Int32,
         num_tokens: Int32,
         gains: list[ptx.Vec4],
+        peers: list[Int64],
+        stopped: Boolean,
         watch: Watch,
         clock: Stamps,
     ) -> None:
-        """Sum, normalize and store the tokens of this CTA; make its own rows empty."""
+        """Sum, normalize and store the tokens of this CTA; make its own rows empty.
+
+        After a kernel that gave up every result is NaN.
+        """
         config, home = self.config, watch.home
         tid, _, _ = cute.arch.thread_idx()
         half = -(-self.chunks.passes * self.chunks.warps // norm.ACCUMULATORS) * norm.ACCUMULATORS
@@ -99,14 +114,19 @@ class TokenReducer:
         sSegments = cute.make_tensor(segments, cute.make_layout((half, 2)))
         turn = Int32(0)
         token = first
+        here = rows.present(peers)
+        if stopped:
+            here = [Uint32(0) for _ in here]
         expert = rows.load_expert(ids, token, num_tokens, config.top_k)
         while token < num_tokens:
-            masks = rows.owners(expert, config)
+            masks = rows.common(rows.owners(expert, config), here)
             # Of the next token, so that the wait for this one hides it.
             expert = rows.load_expert(ids, token + num_reducers, num_tokens, config.top_k)
             row = home.row(home.rank, token)
             local = partials + row * (2 * config.hidden)
             sums = self._sum_slots(masks, token, local, watch)
+            if stopped:
+                sums = [[Uint32(NOTHING)] * len(chunk) for chunk in sums]
             if token == first:
                 clock.mark(Stamp.FIRST, sums[0][0])
             clock.mark(Stamp.LAST, sums[0][0])

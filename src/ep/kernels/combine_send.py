@@ -77,9 +77,9 @@ class RowSender:
             at = partials + row * (2 * self.config.hidden)
             ptx.touch(at + Int64(chunk) * CHUNK_BYTES)
             if const_expr(self.options.warm == Warm.PEERS):
-                slot = self._slot(peers, home.rank, position)
-                if tid == 0:
-                    ptx.touch(slot)
+                base, offset = self._slot(peers, home.rank, position)
+                if tid == 0 and base != 0:
+                    ptx.touch(base + offset)
 
     @cute.jit
     def send(
@@ -93,7 +93,8 @@ class RowSender:
         """Send the peers' live rows of this CTA to their sources and make them empty.
 
         Positions count through all peers' token 0, then 1, and so on, so that the work follows
-        the live tokens; lane l looks at the l-th position of the CTA.
+        the live tokens; lane l looks at the l-th position of the CTA. Nothing is sent after a
+        kernel that gave up.
         """
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -101,14 +102,15 @@ class RowSender:
         # Mostly it is live, and then its latency is hidden behind that of the header.
         chunks = self._load_row(partials, position, home)
         sources = self._load_sources(home, position, num_senders)
-        step = ptx.load_b64(home.control(Control.DISPATCHED))
+        step, stopped = home.load_step(Control.DISPATCHED)
         end = self._live_positions(home)
-        if cta == 0 and tid == 0:
+        if cta == 0 and tid == 0 and not stopped:
             # Nobody in this kernel reads it; the next dispatch does.
             ptx.store_v2(home.control(Control.COMBINED), wire.words_of(step))
         more = Boolean(True)
         while more:
-            live = ptx.ballot(sources >= 0)
+            # Each warp goes through the same rounds, whatever it has heard: they meet at a barrier.
+            live = ptx.ballot(sources >= 0 and not stopped)
             rest = live
             here = position + Uint32(ptx.lowest_bit(rest)) * Uint32(num_senders)
             if rest != 0 and here != Uint32(cta):
@@ -141,7 +143,8 @@ class RowSender:
         self, peers: list[Int64], rank: Int32, position: Uint32, chunks: list[ptx.Vec4]
     ) -> None:
         """Store a partial in its slot at its source."""
-        at = self._slot(peers, rank, position)
+        base, offset = self._slot(peers, rank, position)
+        at = base + offset
         for idx in range_constexpr(self.chunks.passes):
             if self.chunks.is_live(idx):
                 ptx.store_b128(
@@ -149,12 +152,12 @@ class RowSender:
                 )
 
     @cute.jit
-    def _slot(self, peers: list[Int64], rank: Int32, position: Uint32) -> Int64:
-        """Address of the slot of a position, at its source. All lanes take part."""
+    def _slot(self, peers: list[Int64], rank: Int32, position: Uint32) -> tuple[Int64, Int64]:
+        """Buffer of a position's source, and the slot's offset there. All lanes take part."""
         slots = self.layout.fields["slots"]
         src_rank, token = self._source(position, rank)
         slot = Int64(token) * slots.strides_bytes[0] + Int64(rank) * slots.strides_bytes[1]
-        return rows.peer_base(peers, src_rank) + slots.offset_bytes + slot
+        return rows.peer_base(peers, src_rank), slots.offset_bytes + slot
 
     @cute.jit
     def _source(self, position: Uint32, rank: Int32) -> tuple[Int32, Int32]:

@@ -175,7 +175,7 @@ def cache_key(kind: Kind, layout: EpLayout, options: KernelOptions, arch: str) -
     """Digest of all that the CUBIN depends on."""
     config = dataclasses.asdict(layout.config)
     # An argument of the kernel, not part of it.
-    del config["timeout_s"]
+    del config["timeout_s"], config["grace_s"]
     facts = {
         "format": CACHE_FORMAT,
         "kind": kind,

@@ -44,6 +44,7 @@ class EpDispatch:
         ("weights", Int64),
         ("record", Int64),
         ("timeout_ns", Int64),
+        ("grace_ns", Int64),
         ("rank", Int32),
         ("num_tokens", Int32),
         ("num_senders", Int32),
@@ -68,6 +69,7 @@ class EpDispatch:
         weights: Int64,
         record: Int64,
         timeout_ns: Int64,
+        grace_ns: Int64,
         rank: Int32,
         num_tokens: Int32,
         num_senders: Int32,
@@ -85,8 +87,8 @@ class EpDispatch:
             Device addresses of BF16 `[T, H]` (a multiple of 16), int32 and FP32 `[T, K]`.
         record : Int64
             Device address of the hang record.
-        timeout_ns : Int64
-            Bound of each wait.
+        timeout_ns, grace_ns : Int64
+            Bound of each wait, and what is added to it in step 1.
         rank, num_tokens : Int32
             This rank and its T, 0..max_tokens.
         num_senders : Int32
@@ -98,7 +100,7 @@ class EpDispatch:
         stream : CUstream
         """
         self.kernel(
-            *(table, x, ids, weights, record, timeout_ns),
+            *(table, x, ids, weights, record, timeout_ns, grace_ns),
             *(rank, num_tokens, num_senders, stamps),
         ).launch(
             grid=[num_ctas, 1, 1],
@@ -119,6 +121,7 @@ class EpDispatch:
         weights: Int64,
         record: Int64,
         timeout_ns: Int64,
+        grace_ns: Int64,
         rank: Int32,
         num_tokens: Int32,
         num_senders: Int32,
@@ -134,11 +137,12 @@ class EpDispatch:
             if const_expr(self.options.has_warm):
                 self.herald.warm(home, peers)
             self._begin(clock)
-            step = self.herald.begin_step(home)
-            if cute.arch.warp_idx() == 0:
+            step, stopped = self.herald.begin_step(home)
+            if cute.arch.warp_idx() == 0 and not stopped:
                 self.herald.announce(peers, home, step, num_tokens)
                 clock.mark(Stamp.SENT)
-                self.herald.listen(Watch(Phase.DISPATCH, home, step, record, timeout_ns))
+                watch = Watch(Phase.DISPATCH, home, step, record, timeout_ns, grace_ns)
+                self.herald.listen(peers, watch)
                 clock.mark(Stamp.LAST)
         elif cta <= num_senders:
             everyone = rows.Peers.load(table, self.config.ranks, rank)
@@ -152,12 +156,16 @@ class EpDispatch:
         else:
             num_ctas, _, _ = cute.arch.grid_dim()
             receiver, num_receivers = cta - 1 - num_senders, num_ctas - 1 - num_senders
+            peers = rows.load_peers(table, self.config.ranks, rank)
             if const_expr(self.options.has_warm):
                 self.receiver.warm(home, receiver)
             self._begin(clock)
-            step = ptx.load_b64(home.control(Control.COMBINED)) + 1
-            watch = Watch(Phase.DISPATCH, home, step, record, timeout_ns)
-            self.receiver.receive(receiver, num_receivers, watch, clock)
+            last, stopped = home.load_step(Control.COMBINED)
+            watch = Watch(Phase.DISPATCH, home, last + 1, record, timeout_ns, grace_ns)
+            if stopped:
+                self.receiver.empty_all(receiver, num_receivers, home)
+            else:
+                self.receiver.receive(receiver, num_receivers, peers, watch, clock)
         if const_expr(self.options.pdl == Pdl.LATE):
             # Not before the wait: an idle kernel that holds an SM could keep out a peer's
             # kernel that this one waits for, where ranks share a GPU.

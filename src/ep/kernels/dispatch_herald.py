@@ -37,51 +37,61 @@ class Herald:
         """Touch the lines that are written and read here."""
         lane = cute.arch.lane_idx()
         ptx.touch(home.control(Control.COMBINED))
-        if lane < self.ranks and lane != home.rank:
+        if lane < self.ranks and lane != home.rank and peers[0] != 0:
             for half in range_constexpr(PARITIES):
                 ptx.touch(peers[0] + wire.announcement(self.layout, Uint32(half), home.rank))
                 ptx.touch(home.base + wire.announcement(self.layout, Uint32(half), lane))
 
     @cute.jit
-    def begin_step(self, home: Home) -> Int64:
-        """Number of this step; from here on warp 0 may announce it. The whole CTA takes part."""
+    def begin_step(self, home: Home) -> tuple[Int64, Boolean]:
+        """Number of this step; from here on warp 0 may announce it. The whole CTA takes part.
+
+        Also whether a kernel before this one gave up: then there is nothing to announce.
+        """
+        last, stopped = Int64(0), Boolean(False)
         if const_expr(self.options.boundaries == Boundaries.FENCED):
-            found = cute.arch.alloc_smem(Int64, 1, 8)
-            sStep = cute.make_tensor(found, cute.make_layout(1))
+            found = cute.arch.alloc_smem(Int64, 2, 16)
+            sFound = cute.make_tensor(found, cute.make_layout(2))
             if cute.arch.warp_idx() == 0:
                 # Releases what the kernels before us did; nothing of this one is under way. It
                 # takes as long as the load, which is why another warp does that.
                 ptx.fence_acq_rel("sys")
             elif cute.arch.warp_idx() == 1 and cute.arch.lane_idx() == 0:
-                sStep[0] = ptx.load_b64(home.control(Control.COMBINED))
+                last, stopped = home.load_step(Control.COMBINED)
+                sFound[0] = last
+                sFound[1] = Int64(stopped)
             ptx.barrier()
-            last = sStep[0]
+            last = sFound[0]
+            stopped = sFound[1] != 0
         else:
-            last = ptx.load_b64(home.control(Control.COMBINED))
-        return last + 1
+            last, stopped = home.load_step(Control.COMBINED)
+        return last + 1, stopped
 
     @cute.jit
     def announce(self, peers: list[Int64], home: Home, step: Int64, num_tokens: Int32) -> None:
-        """Tell every rank that this one is in `step`, and how many tokens it sends."""
+        """Tell every other rank that this one is in `step`, and how many tokens it sends."""
         lane, rank = cute.arch.lane_idx(), home.rank
         line = wire.announcement(self.layout, wire.parity(step), rank)
         for word in range_constexpr(self.num_words):
             dst_rank = lane + WARP * word
-            if dst_rank < self.ranks and dst_rank != rank:
+            # An excluded rank has no address.
+            if dst_rank < self.ranks and dst_rank != rank and peers[word] != 0:
                 ptx.store_b128(peers[word] + line, wire.note(step, Uint32(0), Uint32(num_tokens)))
         if lane == 0:
             # Nobody in this kernel reads it; combine does.
             ptx.store_v2(home.control(Control.DISPATCHED), wire.words_of(step))
 
     @cute.jit
-    def listen(self, watch: Watch) -> None:
+    def listen(self, peers: list[Int64], watch: Watch) -> None:
         """Wait for every rank's announcement of this step; keep their tokens for combine."""
         home, lane = watch.home, cute.arch.lane_idx()
         for word in range_constexpr(self.num_words):
             src_rank = lane + WARP * word
             if src_rank < self.ranks and src_rank != home.rank:
                 line = wire.announcement(self.layout, wire.parity(watch.step), src_rank)
-                num_tokens = self._hear(home.base + line, src_rank, watch)
+                num_tokens = Uint32(0)
+                if peers[word] != 0:
+                    num_tokens = self._hear(home.base + line, src_rank, watch)
                 ptx.store_b32(home.field("counts") + Int64(src_rank) * 4, num_tokens)
 
     @cute.jit

@@ -56,7 +56,14 @@ class RowReceiver:
         return src_rank, min(token, self.config.max_tokens - 1)
 
     @cute.jit
-    def receive(self, receiver: Int32, num_receivers: Int32, watch: Watch, clock: Stamps) -> None:
+    def receive(
+        self,
+        receiver: Int32,
+        num_receivers: Int32,
+        peers: list[Int64],
+        watch: Watch,
+        clock: Stamps,
+    ) -> None:
         """Receive the rows of this CTA: of some sources all, or of one source some."""
         # As many CTAs for each source as there are; where they are few, each has several sources.
         groups = min(num_receivers, self.num_sources)
@@ -65,12 +72,13 @@ class RowReceiver:
         first = Int32(Uint32(receiver) // per_round)
         apart = max(Int32(Uint32(num_receivers) // per_round), 1)
         parity = wire.parity(watch.step)
+        here = rows.present(peers)
         while nth < self.num_sources:
             src_rank = nth
             if src_rank >= watch.home.rank:
                 src_rank = src_rank + 1
             token = first
-            more = token < apart
+            more = token < apart and rows.has_rank(here, src_rank)
             while more:
                 num_tokens = self._receive_row(src_rank, token, parity, watch)
                 if token == first and nth == Int32(Uint32(receiver) % per_round):
@@ -120,6 +128,7 @@ class RowReceiver:
                 over, since_ns = bounded.is_over(polls, since_ns, watch)
                 if over:
                     bounded.report(bounded.rank_bits(src_rank, watch.num_words), since_ns, watch)
+                    self._poison(home, src_rank, token, mine)
                     num_tokens, is_row, waiting = Int32(0), Boolean(False), Boolean(False)
         if is_row:
             row = home.row(src_rank, token)
@@ -130,6 +139,26 @@ class RowReceiver:
                 elif mine[idx] == self.layout.head_chunk:
                     rows.store_source(home.base, row, source, self.layout)
         return num_tokens
+
+    @cute.jit
+    def _poison(self, home: Home, src_rank: Int32, token: Int32, mine: list[Int32]) -> None:
+        """Fill with NaN what this thread waited for: other threads may make the row live."""
+        row = home.row(src_rank, min(token, self.config.max_tokens - 1))
+        for idx in range_constexpr(self.passes):
+            chunk = (Uint32(NOTHING),) * 4
+            if mine[idx] >= self.layout.x_chunks:
+                chunk = wire.seal_scales(chunk)
+            if mine[idx] < self.layout.first_choice_chunk:
+                self._store_chunk(home, row, mine[idx], chunk)
+
+    @cute.jit
+    def empty_all(self, receiver: Int32, num_receivers: Int32, home: Home) -> None:
+        """Make every row empty: after a kernel that gave up nothing must look like news."""
+        tid, _, _ = cute.arch.thread_idx()
+        row = receiver
+        while row < self.layout.rows:
+            rows.rearm_row(home.base, Int64(row), home.rank, tid, self.layout)
+            row = row + num_receivers
 
     @cute.jit
     def _store_chunk(self, home: Home, row: Int64, chunk_idx: Int32, chunk: ptx.Vec4) -> None:

@@ -56,12 +56,14 @@ class TokenSender:
                 ptx.touch(x + (Int64(token) * self.config.hidden + Int64(unit) * UNIT) * 2)
             else:
                 ptx.touch(weights + Int64(token) * (4 * self.config.top_k))
-        if const_expr(self.options.warm == Warm.PEERS):  # noqa: SIM102
-            if warp == self.payload_warps and lane < self.config.ranks and lane != rank:
+        if const_expr(self.options.warm == Warm.PEERS):
+            base = peers.by_lane[0]
+            is_peer = lane < self.config.ranks and lane != rank and base != 0
+            if warp == self.payload_warps and is_peer:
                 for half in range_constexpr(PARITIES):
                     place = min(token, self.config.max_tokens - 1)
                     staged = wire.staged_row(self.layout, Uint32(half), rank, place)
-                    ptx.touch(peers.by_lane[0] + staged)
+                    ptx.touch(base + staged)
 
     @cute.jit
     def send(
@@ -76,16 +78,22 @@ class TokenSender:
         num_senders: Int32,
         clock: Stamps,
     ) -> None:
-        """Send the tokens of this CTA: `token` and each `num_senders` further on."""
+        """Send the tokens of this CTA: `token` and each `num_senders` further on.
+
+        None after a kernel that gave up: what comes now could fall on what a slow peer still needs.
+        """
         warp = cute.arch.warp_idx()
         # Every load is under way before the first answer is needed.
-        step = ptx.load_b64(home.control(Control.COMBINED))
+        last, stopped = home.load_step(Control.COMBINED)
         expert = rows.load_expert(ids, token, num_tokens, self.config.top_k)
         if warp < self.payload_warps:
             words = self._load_payload(x, token, num_tokens)
-            parity = wire.parity(step + 1)
+            parity = wire.parity(last + 1)
+            here = peers.present()
+            if stopped:
+                num_tokens = Int32(0)
             while token < num_tokens:
-                masks = rows.owners(expert, self.config)
+                masks = rows.common(rows.owners(expert, self.config), here)
                 # The next token is under way while this one leaves.
                 following = token + num_senders
                 expert = rows.load_expert(ids, following, num_tokens, self.config.top_k)
@@ -94,9 +102,12 @@ class TokenSender:
                 token, words = following, after
         else:
             weight = rows.load_expert(weights, token, num_tokens, self.config.top_k)
-            step = step + 1
+            step = last + 1
+            here = peers.present()
+            if stopped:
+                num_tokens = Int32(0)
             while token < num_tokens:
-                masks = rows.owners(expert, self.config)
+                masks = rows.common(rows.owners(expert, self.config), here)
                 self._send_routing(expert, weight, masks, home, peers, step, token, num_tokens)
                 token = token + num_senders
                 expert = rows.load_expert(ids, token, num_tokens, self.config.top_k)
@@ -177,7 +188,8 @@ class TokenSender:
             said = source
             if (masks[word] >> Uint32(lane)) & 1 == 0:
                 said = Uint32(wire.NO_TOKEN)
-            if dst_rank < self.config.ranks and dst_rank != rank:
+            is_there = peers.by_lane[word] != 0
+            if dst_rank < self.config.ranks and dst_rank != rank and is_there:
                 at = peers.by_lane[word] + staged + self.layout.head_chunk * CHUNK_BYTES
                 ptx.store_b128(at, wire.note(step, said, Uint32(num_tokens)))
         chunk = (Uint32(expert), Uint32(weight), Uint32(0), Uint32(0))

@@ -65,6 +65,7 @@ class HostMemory:
         self._poll = select.poll()
         self._poll.register(bells[rank], select.POLLIN)
         self._early: list[Ring] = []
+        self._seen = [0] * len(bells)
 
     @classmethod
     def allocate(cls, world: World, size_bytes: int) -> HostMemory:
@@ -132,7 +133,7 @@ class HostMemory:
             # At the end, too, it looks: this process may have been stopped, and the others not.
             if not self._poll.poll(math.ceil(1e3 * left_s)) and left_s == 0:
                 ranks = tuple(sorted(missing))
-                seen = tuple(step - 1 for _ in ranks)
+                seen = tuple(self._seen[rank] for rank in ranks)
                 raise EpTimeout(what, step, self.rank, ranks, seen, time.monotonic() - start)
             rings = self._read()
             self._early += rings
@@ -144,6 +145,12 @@ class HostMemory:
             if (ring.phase, ring.step) != (phase, step) or ring.src not in awaited
         ]
 
+    def forget(self) -> None:
+        """Drop what has been rung: every rank that rings has stopped. Local."""
+        while self._read():
+            pass
+        self._early = []
+
     def close(self) -> None:
         """Close the bells and drop the segments. Local."""
         self._closer()
@@ -154,7 +161,10 @@ class HostMemory:
             read = os.read(self._bells[self.rank], _READ_BYTES)
         except BlockingIOError:
             return []
-        return [Ring(*fields) for fields in _MESSAGE.iter_unpack(read)]
+        rings = [Ring(*fields) for fields in _MESSAGE.iter_unpack(read)]
+        for ring in rings:
+            self._seen[ring.src] = max(self._seen[ring.src], ring.step)
+        return rings
 
     @staticmethod
     def _rung(rings: list[Ring], phase: int, step: int) -> set[int]:

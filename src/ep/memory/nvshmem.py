@@ -30,6 +30,8 @@ TESTED = {
 class NvshmemMemory(cuda.DeviceMemory):
     """A block of the symmetric heap. Made by `NvshmemMemory.allocate`."""
 
+    world: World
+
     @classmethod
     def allocate(cls, world: World, device: cuda.Device, size_bytes: int) -> NvshmemMemory:
         """Allocate and zero `size_bytes` on every rank. Collective.
@@ -55,13 +57,15 @@ class NvshmemMemory(cuda.DeviceMemory):
         addresses[world.rank] = own
         world.agree(_unreachable(world, addresses), "reaching the other ranks' memory")
         cuda.fill(own, size_bytes, 0)
-        return cls(device, own, addresses, size_bytes)
+        memory = cls(device, own, addresses, size_bytes)
+        memory.world = world
+        return memory
 
     def close(self) -> None:
-        """Give the block back. Collective."""
+        """Give the block back. Collective; where ranks are excluded it stays, which is local."""
         from nvshmem import bindings
 
-        if own := self.take_own():
+        if (own := self.take_own()) and not self.world.excluded:
             bindings.free(own)
 
 

@@ -1,0 +1,226 @@
+"""`Lifecycle`: when an exchange may be used, and how it goes on or ends after a failure."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+from ep.bootstrap import Backend, World
+from ep.config import Protocol
+from ep.errors import EpError, EpTimeout, StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import TracebackType
+
+    from ep.config import EpConfig
+    from ep.engine import Engine
+    from ep.layout import EpLayout
+
+
+class Lifecycle:
+    """What `Exchange` does beside moving tokens. Not made by itself.
+
+    One call at a time; none after one that did not come to its end, until `reset`.
+    """
+
+    def __init__(self, world: World, config: EpConfig, layout: EpLayout) -> None:
+        self.world = world
+        self.config = config
+        self.layout = layout
+        self._number = world.next_exchange()
+        self._busy = threading.Lock()
+        self._broken: EpError | None = None
+        self._received: Any = None
+        self._engine: Engine | None = None
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._sent: int | None = None
+        self._sent_values: Any = None
+        self._sent_stream: Any = None
+
+    def poll(self) -> None:
+        """Raise if a wait on the device has expired. Local; does not wait for the device.
+
+        Raises
+        ------
+        EpTimeout
+            Again at every call: the steps since then are lost, until `reset` or `exclude`.
+        """
+        if isinstance(self._broken, EpTimeout):
+            raise copy.copy(self._broken)
+        with self._turn():
+            pass
+
+    def check(self) -> None:
+        """Wait for the work of this rank's GPU, then raise as `poll` does. Local, bounded.
+
+        Not while a graph is captured.
+        """
+        if self._broken is None:
+            with self._turn() as engine:
+                engine.finish()
+        self.poll()
+
+    def reset(self) -> None:
+        """Go on after a step that failed, on the same memory. Collective over ranks not excluded.
+
+        Waits until every rank has come, whatever each was doing, then makes all rows empty. What
+        was under way is lost: the next call is `dispatch`. Graphs that were captured stay valid.
+        NVSHMEM and MPI are not started anew.
+
+        Raises
+        ------
+        CollectiveError
+            If another rank resets another exchange.
+        EpTimeout
+            Naming the ranks that did not come within the World's bound; the exchange is as it was.
+        """
+        self._rearm(())
+
+    def exclude(self, ranks: Iterable[int]) -> None:
+        """Do as `reset`, and go on without `ranks` from now on. Collective over the others.
+
+        Tokens get nothing from experts of excluded ranks: no partial, and no weight is changed for
+        it. Rows of excluded ranks stay empty. They are excluded from the World, too: other
+        exchanges of it follow by their own `reset`, and no new one can be made. A rank that is
+        excluded must not use the World any more.
+
+        Parameters
+        ----------
+        ranks : iterable of int
+            The same on every rank that stays. Those that are excluded already may be left out.
+
+        Raises
+        ------
+        ArgumentError
+            If they are not ranks, or this one is among them.
+        CollectiveError
+            On every rank, if they do not exclude the same.
+        EpTimeout
+            As `reset`.
+        StateError
+            With the flag protocol on GPUs, which knows no excluded ranks.
+        """
+        self._rearm(ranks)
+
+    def _rearm(self, ranks: Iterable[int]) -> None:
+        with self._in_use():
+            engine = self._engine
+            if engine is None:
+                raise StateError("this Exchange is closed; make a new one")
+            world, ranks = self.world, list(ranks)
+            is_yardstick = self.layout.config.protocol is Protocol.FLAGS
+            if is_yardstick and world.backend is Backend.GPU and (ranks or world.excluded):
+                raise StateError(
+                    "the flag protocol excludes no ranks on GPUs; make the exchange with "
+                    f"protocol={str(Protocol.FENCE_FREE)!r}"
+                )
+            engine.finish()
+            world.regroup(ranks)
+            self._broken = StateError("reset, which did not come to its end")
+            what = f"resetting exchange {self._number}"
+            steps = [step for step in world.allgather(engine.step, what) if step is not None]
+            engine.rearm(max(steps), world.excluded)
+            self._forget_step()
+            world.barrier("going on after a reset")
+            self._broken = None
+
+    def close(self) -> None:
+        """Give the buffer back. Collective the first time; nothing after that.
+
+        Views that `dispatch` returned must not be used any more.
+
+        Raises
+        ------
+        StateError
+            If another thread is in a call of this exchange; it is not closed then.
+        """
+        with self._in_use():
+            if self._engine is None:
+                return
+            self.world.check_process()
+            self._received = None
+            try:
+                self._engine.finish()
+                # Nobody may still be storing into a peer's buffer when it goes.
+                self.world.barrier("closing an exchange")
+            except BaseException:
+                self._abandon()
+                raise
+            engine, self._engine = self._engine, None
+            engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        # Otherwise peers may be anywhere, and waiting for them could hang: the world ends the job.
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise StateError("this Exchange is in use by another thread; make one for each")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    @contextmanager
+    def _turn(self) -> Iterator[Engine]:
+        with self._in_use():
+            if self._engine is None:
+                raise StateError("this Exchange is closed; make a new one")
+            self.world.check_process()
+            if self._broken is not None:
+                raise StateError(
+                    f"this Exchange stopped at: {self._broken}; reset it with all ranks, exclude "
+                    "the dead, or close it"
+                )
+            try:
+                self._engine.poll()
+            except EpTimeout as error:
+                error = self.world.explain(error)
+                self._stop(error, "poll")
+                raise error from None
+            yield self._engine
+
+    @contextmanager
+    def _step(self, phase: str) -> Iterator[None]:
+        # Set before, for an exception may come from anywhere and at any point: a signal's handler.
+        self._broken = StateError(f"{phase}, which did not come to its end")
+        try:
+            yield
+        except EpTimeout as error:
+            error = self.world.explain(error)
+            self._stop(error, phase)
+            raise error from None
+        except BaseException as error:
+            self._stop(error, phase)
+            raise
+        self._broken = None
+
+    def _stop(self, error: BaseException, phase: str) -> None:
+        if isinstance(error, EpTimeout):
+            self.world.note_timeout()
+            # A copy: the traceback of the one that is raised holds views of the memory.
+            self._broken = copy.copy(error)
+        else:
+            self._broken = StateError(f"{phase}, ended by {error!r}")
+
+    def _abandon(self) -> None:
+        """Give back what needs no other rank, since they may be anywhere."""
+        engine, self._engine = self._engine, None
+        self._received = None
+        if engine is not None and (self.world.backend is Backend.HOST or self.world.is_one_process):
+            engine.close()
