@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ep.bootstrap import Backend, World
@@ -46,9 +47,9 @@ class Line:
         while data:
             data = data[os.write(self._descriptor, data) :]
 
-    def stage(self, words: str) -> None:
-        """Say what begins, and that the time for it begins."""
-        self.say(stage=words)
+    def stage(self, words: str, waits: float = 1.0) -> None:
+        """Say what begins; other ranks wait for this one for `waits` times `timeout_s`."""
+        self.say(stage=words, waits=waits)
 
 
 def run(descriptor: int, request: dict[str, Any]) -> int:
@@ -91,7 +92,7 @@ def run(descriptor: int, request: dict[str, Any]) -> int:
 
 
 def examine(
-    context: Context, results: list[Result], stage: Callable[[str], None]
+    context: Context, results: list[Result], stage: Callable[..., None]
 ) -> tuple[World, dict[str, Any]]:
     """Join the other ranks, compare, and run the self-check. Collective.
 
@@ -128,7 +129,9 @@ def examine(
         stage("fabric memory between nodes")
         mine += check_fabric_between(control, survey)
     stage("the self-check")
-    finding, in_order = check_steps(options, _checked(survey), stage)
+    # They give up the step, and then what collects the results.
+    tell = partial(stage, waits=1.5)
+    finding, in_order = check_steps(options, _checked(survey), tell)
     mine.append(Result(AREA, "steps", finding))
     stage("collecting the results")
     told = {"results": [result.to_json() for result in mine], "in_order": in_order}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ep.doctor.supervise import Outcome
 
 LINGER_S = 3.0
-"""Ranks that have not left in order stay so long: launchers end all at the first that does so."""
+"""How long a rank takes to tell what it knows."""
 
 
 @click.command()
@@ -130,7 +130,7 @@ def _report(outcome: Outcome, options: Options, rank: int, size: int, json_path:
         results = [*map(Result.from_json, document["results"]), *late]
         if rank:
             # Rank 0 tells it, and its exit code is the job's.
-            return 0 if document["in_order"] else _linger()
+            return 0 if document["in_order"] else _linger(0.0)
     problem = None
     if json_path is not None:
         path = json_path if rank == 0 or json_path == "-" else f"{json_path}.{rank}"
@@ -148,12 +148,13 @@ def _report(outcome: Outcome, options: Options, rank: int, size: int, json_path:
         click.echo(f"Error: --json was not written: {problem}", err=True)
     sys.stdout.flush()
     if size > 1 and not met:
-        return _linger()
+        return _linger(outcome.others_until)
     return int(problem is not None or is_fail(results))
 
 
-def _linger() -> int:
-    time.sleep(LINGER_S)
+def _linger(until: float) -> int:
+    # Launchers end all ranks at the first that fails: the others are to tell theirs before.
+    time.sleep(max(0.0, until - time.monotonic()) + LINGER_S)
     return 1
 
 

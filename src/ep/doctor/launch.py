@@ -24,7 +24,7 @@ DEFAULT_HEAP_BYTES = 1 << 30
 """Of NVSHMEM, where `NVSHMEM_SYMMETRIC_SIZE` says nothing."""
 
 
-def check_launcher(context: Context) -> Finding | list[Finding]:
+def check_launcher(context: Context) -> Finding:
     """Who started this process, as which rank; Slurm's variables that mean something else."""
     environ = context.environ
     try:

@@ -114,21 +114,21 @@ def differences(said: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{name}: {in_words(told)}" for name, told in values.items() if len(set(told)) > 1]
 
 
-def check_versions(survey: Survey) -> Finding | list[Finding]:
+def check_versions(survey: Survey) -> list[Finding]:
     """Whether all ranks run the same software."""
     found = differences([facts.get("versions", {}) for facts in survey.facts])
     remedy = "give every node the same environment: the same folder, or the same image"
     if not found:
-        return passed("the same on every rank")
+        return [passed("the same on every rank")]
     return [failed(words, remedy) for words in found]
 
 
-def check_variables(survey: Survey) -> Finding | list[Finding]:
+def check_variables(survey: Survey) -> list[Finding]:
     """Whether all ranks have the same settings."""
     found = differences([facts.get("variables", {}) for facts in survey.facts])
     remedy = "set it alike on every rank: mpirun -genv (MPICH), -x (Open MPI), srun --export=ALL"
     if not found:
-        return passed("EP_* and NVSHMEM_* are the same on every rank")
+        return [passed("EP_* and NVSHMEM_* are the same on every rank")]
     return [warned(words, remedy) for words in found]
 
 
@@ -152,7 +152,7 @@ def check_backend(survey: Survey) -> Finding:
     return passed(told)
 
 
-def check_cpus(survey: Survey) -> Finding | list[Finding]:
+def check_cpus(survey: Survey) -> list[Finding]:
     """Whether the ranks of a node have CPUs enough."""
     machines: dict[str, list[int]] = {}
     for rank, place in enumerate(survey.places):
@@ -167,7 +167,7 @@ def check_cpus(survey: Survey) -> Finding | list[Finding]:
                     "start fewer ranks, or let the launcher bind less (--bind-to none)",
                 )
             )
-    return findings or passed("every rank can have one of its own")
+    return findings or [passed("every rank can have one of its own")]
 
 
 def check_sharing(survey: Survey) -> Finding:
@@ -187,7 +187,7 @@ def check_sharing(survey: Survey) -> Finding:
     return warned(f"{told}, as allowed, but without MPS", "start nvidia-cuda-mps-control -d")
 
 
-def check_numa(survey: Survey) -> Finding | list[Finding]:
+def check_numa(survey: Survey) -> list[Finding]:
     """Whether each rank runs near its GPU."""
     far: dict[str, list[int]] = {}
     for rank, gpu in enumerate(survey.gpus):
@@ -197,7 +197,7 @@ def check_numa(survey: Survey) -> Finding | list[Finding]:
             far.setdefault(told, []).append(rank)
     remedy = "bind each rank to the CPUs beside its GPU (nvidia-smi topo -m; srun --gpu-bind)"
     if not far:
-        return passed("no rank is bound away from its GPU")
+        return [passed("no rank is bound away from its GPU")]
     return [warned(f"{name_ranks(ranks)}: {told}", remedy) for told, ranks in far.items()]
 
 

@@ -54,7 +54,7 @@ def matrix(survey: Survey) -> list[str]:
     ]
 
 
-def check_reach(survey: Survey) -> Finding | list[Finding]:
+def check_reach(survey: Survey) -> list[Finding]:
     """Whether every rank reaches every other by loads and stores."""
     rows = matrix(survey)
     findings: list[Finding] = []
@@ -68,7 +68,7 @@ def check_reach(survey: Survey) -> Finding | list[Finding]:
         (
             UNKNOWN,
             warned,
-            "does not see the GPU of",
+            "do not see the GPU of",
             _SHOW_ALL,
         ),
     ):
@@ -84,4 +84,4 @@ def check_reach(survey: Survey) -> Finding | list[Finding]:
             who = sorted(rank for ranks in told.values() for rank in ranks)
             said = [f"{name_ranks(who)} {words} some others: see the matrix"]
         findings += [give(sentence, remedy) for sentence in said]
-    return findings or passed("every rank's GPU reaches every other's")
+    return findings or [passed("every rank's GPU reaches every other's")]

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from ep.bootstrap.ranks import name_ranks
+from ep.errors import EpError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -166,8 +167,9 @@ def guarded(
 
 
 def in_words_of(error: BaseException) -> str:
-    """Kind and words of an exception, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    """Kind and words of an exception, in one line; of those of `ep` the words alone."""
+    kind = "" if isinstance(error, EpError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split())
 
 
 def merge(said: Sequence[Sequence[Result]]) -> list[Result]:

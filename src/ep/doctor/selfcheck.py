@@ -6,6 +6,7 @@ Collective: every rank of the job comes here, on a world that has found its rank
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,8 @@ def check_steps(
     try:
         return _run_steps(options, backend, tell), True
     except Exception as error:  # noqa: BLE001 - the other ranks are to hear of it
-        words = str(error) if isinstance(error, EpError) else in_words_of(error)
+        # Without the rank that says it, so that ranks that met the same are told together.
+        words = re.sub(r"^rank \d+: ", "", in_words_of(error))
         finding = failed(
             f"{backend} backend: {words}",
             "look at the checks above first, then at what the words name; NVSHMEM_DEBUG=INFO says "
@@ -134,8 +136,8 @@ def check_fabric_between(control: World, survey: Survey) -> list[Result]:
     else:
         try:
             block = FabricBlock(own.ordinal).__enter__()
-        except EpError as error:
-            words = str(error)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
+            words = in_words_of(error)
     handles = control.allgather(block.exported.hex() if block else "", "sharing fabric handles")
     machine = survey.places[control.rank].machine
     far = [rank for rank, place in enumerate(survey.places) if place.machine != machine]
@@ -144,8 +146,8 @@ def check_fabric_between(control: World, survey: Survey) -> list[Result]:
     if peers and own is not None and handles[peers[0]]:
         try:
             import_block(bytes.fromhex(handles[peers[0]]), own.ordinal)
-        except EpError as error:
-            words = words or f"memory of rank {peers[0]} cannot be imported: {error}"
+        except Exception as error:  # noqa: BLE001 - the same
+            words = words or f"memory of rank {peers[0]} cannot be imported: {in_words_of(error)}"
     control.barrier("importing fabric handles")
     if block is not None:
         block.__exit__()

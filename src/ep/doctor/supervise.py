@@ -41,12 +41,15 @@ class Outcome:
         Of all ranks, if they came to the end.
     output : str
         The end of what libraries printed in the child.
+    others_until : float
+        Until when, on the monotonic clock, other ranks may wait for this one.
     """
 
     results: list[Result] = dataclasses.field(default_factory=list)
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     document: dict[str, Any] | None = None
     output: str = ""
+    others_until: float = 0.0
 
 
 def supervise(
@@ -174,6 +177,8 @@ class _Child:
         if "stage" in message:
             self._stage = message["stage"]
             self.checking = message.get("begins")
+            waits_s = message.get("waits", 1.0) * self._options.timeout_s
+            self._outcome.others_until = self._silent_since + waits_s
             self._tell(self._stage)
         if "results" in message:
             self._outcome.results += map(Result.from_json, message["results"])
