@@ -14,7 +14,7 @@ COMMAND = ("-m", "ep.doctor", "--backend", "host", "--steps", "12", "--max-token
 ON_RANK_2 = """
 import os, sys
 
-if os.environ["PMI_RANK"] == "2":
+if "2" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
     {fault}
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """

@@ -189,7 +189,7 @@ def test_json_that_cannot_be_written(tmp_path, capsys):
 def test_words_in_brackets_are_no_markup(capsys):
     odd = Result("area", "name", failed("[bold] x[3]", "[red]do"), (1,))
     report.show({"ranks": []}, [odd])
-    assert "[bold] x[3]" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("[bold] x[3]") == 2
 
 
 @pytest.mark.parametrize("option", ["--backend=tpu", "--config=none", "--steps=-1", "--timeout=0"])

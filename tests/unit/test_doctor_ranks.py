@@ -185,7 +185,8 @@ def test_heap(need_mib, size, free_mib, same, want):
 
 
 def test_one_rank_needs_no_symmetric_heap():
-    told = survey([device(0)], need=2 << 30, memory=[[3 << 30, 4 << 30]])
+    size = {"NVSHMEM_SYMMETRIC_SIZE": "64G"}
+    told = survey([device(0)], need=2 << 30, memory=[[3 << 30, 4 << 30]], variables=[size])
     assert marks(ranks.check_heap(told)) == [Mark.PASS]
 
 

@@ -184,7 +184,10 @@ class _Child:
             self._outcome.results += map(Result.from_json, message["results"])
             self._outcome.facts.update(message["facts"])
         self._outcome.document = message.get("document", self._outcome.document)
-        self._error = message.get("error", self._error)
+        if "error" in message:
+            self._error = message["error"]
+            # Told, not died: most likely the others meet the same, and none waits.
+            self._outcome.others_until = 0.0
 
     def _end(self, process: subprocess.Popen[bytes], *, in_time: bool) -> str:
         if not in_time:
