@@ -27,7 +27,7 @@ LAYERS = (
     ("ep.exchange",),
     ("ep", "ep.testing"),
     ("ep.bench",),
-    ("ep.tune",),
+    ("ep.doctor", "ep.tune"),
 )
 BESIDE = {"ep.reference": set(), "ep.routing": {"ep.reference"}}
 ONLY_IN = {
@@ -100,7 +100,7 @@ def test_every_file_is_short():
 
 def test_import_is_quick_and_light():
     heavy = ["mpi4py", "torch", "cuda", "cutlass", "nvshmem", "rich", "click"]
-    heavy += ["ep.bench", "ep.gpu", "ep.kernels.tuning", "ep.tune"]
+    heavy += ["ep.bench", "ep.doctor", "ep.gpu", "ep.kernels.tuning", "ep.tune"]
     code = f"import sys, ep; print([name for name in {heavy} if name in sys.modules])"
     best_s = float("inf")
     for _ in range(3):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl"
 )
 
-TARGETS = ("sm_90a", "sm_100a", "sm_103a")
+TARGETS = compiler.ARCHES
 K3 = EpConfig(ranks=2, hidden=3584, experts=896, top_k=16, max_tokens=128)
 SHAPES = {
     "k3_2": K3,

@@ -37,6 +37,14 @@ def partials(exchange):
     return np.ones((exchange.layout.rows, exchange.config.hidden), BF16)
 
 
+def take_part(exchange, given, phase="dispatch"):
+    """Go on, from `phase`, until a wait that expires."""
+    if phase == "dispatch":
+        exchange.dispatch(*given)
+    exchange.combine(partials(exchange), given.ids)
+    exchange.dispatch(*given)
+
+
 @pytest.mark.parametrize("phase", ["dispatch", "combine"])
 def test_all_ranks_go_on_after_a_late_one(phase):
     def play(world):
@@ -49,9 +57,7 @@ def test_all_ranks_go_on_after_a_late_one(phase):
                     exchange.dispatch(*given)
                 if world.rank != late:
                     with pytest.raises(ep.EpTimeout, match=f"for rank {late} ") as caught:
-                        if phase == "dispatch":
-                            exchange.dispatch(*given)
-                        exchange.combine(partials(exchange), given.ids)
+                        take_part(exchange, given, phase)
                     error = caught.value
                     assert error.step == 4 * (attempt + 1) + attempt + 1
                     assert error.seen == (error.step - (phase == "dispatch"),)
@@ -106,15 +112,12 @@ def test_ranks_go_on_without_the_dead(dead):
             apart.wait(20)
             for _ in range(2):
                 with pytest.raises(ep.EpError):
-                    exchange.dispatch(*inputs(exchange, 1))
-                    exchange.combine(partials(exchange), inputs(exchange, 1).ids)
+                    take_part(exchange, inputs(exchange, 1))
             done.wait(20)
             world._closed = True
             return
         with pytest.raises(ep.EpTimeout):
-            exchange.dispatch(*inputs(exchange, 1))
-            exchange.combine(partials(exchange), inputs(exchange, 1).ids)
-            exchange.dispatch(*inputs(exchange, 1))
+            take_part(exchange, inputs(exchange, 1))
         exchange.exclude(dead)
         assert world.excluded == set(dead)
         apart.set()
@@ -183,15 +186,16 @@ def test_ranks_that_exclude_different_ones_are_told():
 
 
 def test_a_rank_that_does_not_come_to_a_reset_is_named_and_may_come_later():
+    given_up = threading.Barrier(4)
+
     def play(world):
         exchange = ep.Exchange(world, shape_of_four())
-        world._timeout_s = 0.3
         if world.rank != 1:
-            with pytest.raises(ep.EpTimeout, match="meeting the ranks that remain .* for rank 1"):
+            world._timeout_s = 0.3
+            with pytest.raises(ep.EpTimeout, match=r"meeting the ranks that remain .* for rank 1"):
                 exchange.reset()
             exchange.poll()
-        else:
-            threading.Event().wait(0.8)
+        given_up.wait(20)
         world._timeout_s = 20
         exchange.reset()
         steps_match(world, exchange, 0)
@@ -201,15 +205,16 @@ def test_a_rank_that_does_not_come_to_a_reset_is_named_and_may_come_later():
 
 
 def test_a_world_goes_on_after_a_collective_that_was_cut_short():
+    given_up = threading.Barrier(4)
+
     def play(world):
-        world._timeout_s = 0.2
         if world.rank != 2:
+            world._timeout_s = 0.2
             with pytest.raises(ep.EpTimeout, match="for rank 2"):
                 world.barrier()
             with pytest.raises(ep.StateError, match="stopped at"):
                 world.barrier()
-        else:
-            threading.Event().wait(0.5)
+        given_up.wait(20)
         world._timeout_s = 20
         world.regroup()
         assert world.allgather(world.rank) == [0, 1, 2, 3]

@@ -156,7 +156,10 @@ class ThreadChannel:
             # Who waits for fewer may have all of them now.
             group.changed.notify_all()
 
+            came: set[int] = set()
+
             def is_over() -> bool:
+                came.update(group.waiting)
                 if group.waiting.keys() >= set(others):
                     # Whoever comes last lets all go at once.
                     met = {rank: group.waiting.pop(rank) for rank in others}
@@ -165,7 +168,8 @@ class ThreadChannel:
                 return self.rank in group.met
 
             if not group.changed.wait_for(is_over, timeout_s):
-                missing = tuple(rank for rank in others if rank not in group.waiting)
+                # Not who came and had no more time.
+                missing = tuple(rank for rank in others if rank not in came)
                 group.waiting.pop(self.rank)
                 raise EpTimeout(REGROUPING, 0, self.rank, missing, (), timeout_s)
             met = group.met.pop(self.rank)

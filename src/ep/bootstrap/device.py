@@ -30,15 +30,19 @@ def choose_device(local_rank: int, *, share_gpus: bool) -> Device:
     BootstrapError
         If there are more ranks than devices and sharing was not asked for.
     """
-    visible = device_count()
+    return Device.open(device_index(local_rank, device_count(), share_gpus=share_gpus))
+
+
+def device_index(local_rank: int, visible: int, *, share_gpus: bool) -> int:
+    """Which of `visible` devices `choose_device` opens; raises as it does. Local."""
     if visible == 1:
-        return Device.open(0)
+        return 0
     if local_rank >= visible and not share_gpus:
         raise BootstrapError(
             f"local rank {local_rank} has no GPU: {visible} are visible; start at most one rank a "
             "GPU, or allow sharing with EP_SHARE_GPUS=1 (--share-gpus)"
         )
-    return Device.open(local_rank % visible)
+    return local_rank % visible
 
 
 def _is_installed(name: str) -> bool:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 PINNED_COMPILER = "4.8.1"
 """nvidia-cutlass-dsl of the `gpu` extra."""
+ARCHES = ("sm_90a", "sm_100a", "sm_103a")
+"""Architectures that the kernels are made and tested for."""
 CACHE_FORMAT = 1
 """Part of every key: raise it when the file format changes."""
 
