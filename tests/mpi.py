@@ -38,17 +38,18 @@ class Job:
         return f"exit code {self.code} after {self.seconds:.1f} s\n{self.out}\n{self.err}"
 
 
-def mpirun(ranks, *command, timeout_s=60, env=None, python=sys.executable):
+def mpirun(ranks, *command, timeout_s=60, env=None, python=sys.executable, under=()):
     """Run `python *command` on `ranks` ranks; the job is killed, and the test fails, at the limit.
 
     The mpirun is the one beside `python`, so that it belongs to the MPI that mpi4py loads there.
+    Each rank runs under the command `under`, if there is one.
     """
     launcher = shutil.which("mpirun", path=str(Path(python).parent)) or shutil.which("mpirun")
     if launcher is None:
         pytest.fail("no mpirun: pip install 'ep[mpich]'")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     settings = clean | OPENMPI | {"OMP_NUM_THREADS": "1", "EP_CHECK": "1"} | (env or {})
-    return run([launcher, "-np", str(ranks), python, *command], timeout_s, settings)
+    return run([launcher, "-np", str(ranks), *under, python, *command], timeout_s, settings)
 
 
 def run(command, timeout_s, env):
