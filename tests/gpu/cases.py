@@ -21,6 +21,7 @@ from ep.routing import Routing
 from tests.gpu.common import agree, config_of, installed, where
 from tests.gpu.limits import limits
 from tests.gpu.long_runs import consumers, long_run, neighbour
+from tests.gpu.recovery import resets
 from tests.multirank.worker import AllOnesStep, OddStep, raises
 
 
@@ -366,6 +367,7 @@ CASES: dict[str, Any] = {
     "wrong_use": wrong_use,
     "absent_rank": absent_rank,
     "absent_from_combine": absent_from_combine,
+    "resets": resets,
     **{
         f"{name}_flags": partial(case, protocol=Protocol.FLAGS)
         for name, case in {
@@ -374,6 +376,7 @@ CASES: dict[str, Any] = {
             "graphs": graphs,
             "many_tokens": many_tokens,
             "absent_rank": absent_rank,
+            "resets": resets,
         }.items()
     },
 }

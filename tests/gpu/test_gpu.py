@@ -1,5 +1,7 @@
 """The exchange on GPUs: ranks as threads of this process on one GPU, and as NVSHMEM processes."""
 
+from pathlib import Path
+
 import pytest
 
 from ep.memory.cuda import device_count
@@ -25,6 +27,18 @@ def test_threads_on_one_gpu(case, ranks):
     if ranks > 1 and case == "foreign_arrays":
         pytest.skip("frameworks take memory at any time, which waits for other ranks' kernels")
     run_ranks(ranks, CASES[case], backend="gpu")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["mid", "between"])
+def test_survivors_go_on(name, tmp_path):
+    ranks = min(device_count(), 8)
+    if ranks < 2:
+        pytest.skip("needs two GPUs")
+    env = {"EP_TEST_DONE": str(tmp_path / "done")}
+    under = [Path(__file__).parents[1] / "multirank" / "surviving.sh"]
+    job = mpirun(ranks, "-m", "tests.gpu.deaths", name, env=env, timeout_s=200, under=under)
+    assert f"passed death_{name} on {ranks}" in job.out, job
 
 
 @pytest.mark.ranks

@@ -98,7 +98,7 @@ def runs(group, mutant):
     ptx = {group.kind: mutant.ptx}
     for seed in range(SEEDS):
         yield failure(group, ptx, seed)
-    if mutant.name.startswith(REPORTING):
+    if mutant.name.startswith((*REPORTING, "warp barrier")):
         yield expiry_failure(group, ptx)
     if mutant.name.startswith("store"):
         # More positions than one look at the headers covers.

@@ -50,6 +50,17 @@ class Lame(World):
     no_receivers: tuple[int, ...] = ()
     _enqueued = 0
 
+    def stale_rows(self, rank: int) -> str | None:
+        """Tell if what came of no sender is anything but NaN in the first rows that waited."""
+        self.machine.run()
+        rows = self._rows(self.memory.peek(self.own[rank], self.layout.total_bytes))
+        for src_rank in self.no_senders:
+            row = src_rank * self.layout.stride
+            for name in ("x", "scales"):
+                if not np.isnan(getattr(rows, name)[row].astype(np.float32)).all():
+                    return f"{name} of rank {src_rank} is no NaN"
+        return None
+
     def _enqueue(self, step: Step, rank: int, *, only_dispatch: bool = False) -> int:
         self._enqueued = rank
         return super()._enqueue(step, rank, only_dispatch=only_dispatch)

@@ -92,7 +92,8 @@ class Chain:
     def expected(self) -> Iterator[BFloat16Array]:
         """Give what the oracle says of each step's result on this rank."""
         for step in self.steps:
-            chained = _ChainStep(step.case, step.number, step.counts, first=self.steps[0])
+            fields = (step.case, step.number, step.counts, step.excluded)
+            chained = _ChainStep(*fields, first=self.steps[0])
             yield chained.expected_result(self.exchange.world.rank)
 
 
