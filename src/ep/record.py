@@ -11,10 +11,11 @@ import dataclasses
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from ep.config import MAX_RANKS
 from ep.errors import EpTimeout
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
     import numpy.typing as npt
 
@@ -31,11 +32,10 @@ class Word(IntEnum):
     WAITED_US = 5
     AWAITED = 8
     """Three words, bit r: rank r had not arrived."""
-    SEEN = 16
-    """Two words for each rank: the last step that an awaited one was seen in."""
 
 
-RECORD_WORDS = Word.SEEN + 2 * MAX_RANKS
+RECORD_WORDS = 32
+"""One 128-byte line."""
 EXPIRED = 1
 
 
@@ -76,8 +76,6 @@ class HangRecord:
     rank: int
     waited_us: int
     awaited: tuple[int, ...]
-    seen: tuple[int, ...]
-    """For each awaited rank."""
 
     @classmethod
     def read(cls, words: npt.NDArray[np.uint32]) -> HangRecord | None:
@@ -85,27 +83,21 @@ class HangRecord:
         if words[Word.STATE] != EXPIRED:
             return None
         bits = sum(int(words[Word.AWAITED + word]) << (32 * word) for word in range(3))
-        awaited = tuple(rank for rank in range(bits.bit_length()) if bits >> rank & 1)
-
-        def step_at(word: int) -> int:
-            return int(words[word]) | int(words[word + 1]) << 32
-
         return cls(
             Phase(int(words[Word.PHASE])),
-            step_at(Word.STEP),
+            int(words[Word.STEP]) | int(words[Word.STEP + 1]) << 32,
             int(words[Word.RANK]),
             int(words[Word.WAITED_US]),
-            awaited,
-            tuple(step_at(Word.SEEN + 2 * rank) for rank in awaited),
+            tuple(rank for rank in range(bits.bit_length()) if bits >> rank & 1),
         )
 
-    def error(self) -> EpTimeout:
-        """Give the exception for this record."""
+    def error(self, seen: Mapping[int, int]) -> EpTimeout:
+        """Give the exception; `seen` is the last step that each rank was seen in."""
         return EpTimeout(
             self.phase.name.lower(),
             self.step,
             self.rank,
             self.awaited,
-            self.seen,
+            tuple(seen[rank] for rank in self.awaited),
             self.waited_us / 1e6,
         )

@@ -221,12 +221,8 @@ def expiry_failure(group, ptx):
         except (Hang, ValueError) as problem:
             return f"expiry {seed}: {problem}"
         waited_us = record.waited_us if record else 0
-        seen = (1 + (not is_dispatch or bool(seed)),) * len(others)
-        if record and is_dispatch and mode is not Mode.BENIGN and set(record.seen) <= {0, 1, 2}:
-            # The thread that reports need not know what others have heard.
-            seen = record.seen
         if waited_us < TIMEOUT_NS // 1000 or record != HangRecord(
-            phase, 2, last, waited_us, others, seen
+            phase, 2, last, waited_us, others
         ):
             return f"expiry {seed}: {record}"
         try:

@@ -29,8 +29,8 @@ def test_flag_dispatch_accesses(arch):
         "atom.relaxed.gpu.global.exch.b32": 1,
         "red.relaxed.gpu.global.add.u32": 1,
     }
-    # Ids, weights and counts; six words of the hang record; the own flag.
-    assert narrow_stores == 3 + 6 + 1
+    # Ids, weights and counts; five words of the hang record; the own flag.
+    assert narrow_stores == 3 + 5 + 1
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -42,7 +42,7 @@ def test_flag_combine_accesses(norm, arch):
     # The slot, the scales, the header and the result.
     assert found["st.global.v4.b32"] == 4
     # Ids and weights; the hang record; the own flag.
-    assert found["st.global.b32"] == 2 + 6 + 1
+    assert found["st.global.b32"] == 2 + 5 + 1
     assert found["st.relaxed.sys.global.b32"] == found["st.release.sys.global.b32"] == 1
     assert not [form for form in found if ".nc" in form or ".b8" in form or ".b16" in form]
 

@@ -64,13 +64,11 @@ class GpuBridge:
     """Device memory, and a stream of its own that waits for no other."""
 
     def __init__(self, device: Any) -> None:
-        from cuda.bindings import driver as cuda
-
-        from ep.memory.cuda import driver
+        from ep.memory.cuda import driver, non_blocking
 
         self._device = device
         device.use()
-        self._handle = driver("StreamCreate", int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        self._handle = driver("StreamCreate", non_blocking())
         self.stream = int(self._handle)
 
     def put(self, array: Array) -> Any:

@@ -1,4 +1,8 @@
-"""Waits of single threads that end: each poll loop asks here now and then whether to give up."""
+"""Waits of single threads that end: each poll loop asks here now and then whether to give up.
+
+A thread that gives up keeps whom it waited for, waits for nobody any more, and reports at the end
+of the kernel: what is seldom needed stays out of the loops, whose code must be at hand at once.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,8 @@ import dataclasses
 from cutlass import Boolean, Constexpr, Int32, Int64, Uint32, Uint64, cute, range_constexpr
 
 from ep.device import ptx, wire
-from ep.device.home import STOPPED_WORD, Control, Home
+from ep.device.home import STEP_LINES, STOPPED_WORD, Control, Home
 from ep.device.sync import POLLS_PER_CLOCK, WARP
-from ep.layout import PARITIES
 from ep.record import EXPIRED, Phase, Word
 
 _GATHER_NS = 2_000_000
@@ -59,7 +62,8 @@ def is_over(polls: Int32, since_ns: Uint64, watch: Watch) -> tuple[Boolean, Uint
     ----------
     polls : Int32
     since_ns : Uint64
-        What the last call gave; 0 at first. The clock runs from the first look at it.
+        What the last call gave, in whatever wait of this kernel; 0 at first. The clock runs from
+        the first look at it, so that all waits of a kernel end in the time of one.
     watch : Watch
 
     Returns
@@ -77,24 +81,32 @@ def is_over(polls: Int32, since_ns: Uint64, watch: Watch) -> tuple[Boolean, Uint
             limit_ns = limit_ns + watch.grace_ns
         over = now_ns - since_ns >= Uint64(limit_ns)
         # Others wait for the same ranks; whoever waits after them need not take as long.
-        over = over or ptx.load_b32(watch.expired, "relaxed", "gpu") != 0
+        if over:
+            ptx.store_b32(watch.expired, Uint32(1), "relaxed", "gpu")
+        else:
+            over = ptx.load_b32(watch.expired, "relaxed", "gpu") != 0
     return over, since_ns
+
+
+def nobody(num_words: int) -> list[Uint32]:
+    """No rank, as a set."""
+    return [Uint32(0) for _ in range(num_words)]
 
 
 @cute.jit
 def report(awaited: list[Uint32], since_ns: Uint64, watch: Watch) -> None:
     """Say whom this thread has waited for; the first thread that does fills the hang record.
 
-    It also stops the kernels after this one. Called by single threads. `awaited` has bit r of word
-    w for rank `32 * w + r`.
+    It also stops the kernels after this one. Called by single threads, those that gave up, at the
+    end of the kernel. `awaited` has bit r of word w for rank `32 * w + r`.
     """
     place = watch.expired + 4
     for word in range_constexpr(watch.num_words):
         if awaited[word] != 0:
             ptx.atom_or(place + 4 * word, awaited[word])
-    if ptx.atom_exch(watch.expired, Uint32(1)) == 0:
-        for line in (Control.DISPATCHED, Control.COMBINED):
-            ptx.store_b32(watch.home.control(line) + 4 * STOPPED_WORD, Uint32(1), "relaxed", "gpu")
+    stopped = [watch.home.control(line) + 4 * STOPPED_WORD for line in STEP_LINES]
+    if ptx.atom_exch(stopped[0], Uint32(1)) == 0:
+        ptx.store_b32(stopped[1], Uint32(1), "relaxed", "gpu")
         # Others give up at their next look at the clock; then all is known.
         gather_ns = min(Uint64(watch.timeout_ns) // 32 + _GATHER_NS, Uint64(_GATHER_AT_MOST_NS))
         until_ns = ptx.globaltimer() + gather_ns
@@ -103,9 +115,8 @@ def report(awaited: list[Uint32], since_ns: Uint64, watch: Watch) -> None:
         for word in range_constexpr(watch.num_words):
             # An atomic reads the newest value.
             _record(watch, Word.AWAITED + word, ptx.atom_or(place + 4 * word, Uint32(0)))
-        _record_seen(watch)
         _record(watch, Word.PHASE, Uint32(watch.phase))
-        _record_step(watch, Int32(Word.STEP), watch.step)
+        ptx.store_v2(watch.record + 4 * Word.STEP, wire.words_of(watch.step))
         _record(watch, Word.RANK, Uint32(watch.home.rank))
         # More than an hour does not fit.
         waited_us = min((ptx.globaltimer() - since_ns) // 1000, Uint64(0xFFFFFFFF))
@@ -125,22 +136,5 @@ def rank_bits(rank: Int32, num_words: Constexpr) -> list[Uint32]:
     return bits
 
 
-@cute.jit
-def _record_seen(watch: Watch) -> None:
-    """Write the last step that each rank has announced here."""
-    layout, rank = watch.home.layout, Int32(0)
-    while rank < layout.config.ranks:
-        last = Int64(0)
-        for half in range_constexpr(PARITIES):
-            at = watch.home.base + wire.announcement(layout, Uint32(half), rank)
-            last = max(last, wire.step_of(ptx.load_b128(at)))
-        _record_step(watch, Word.SEEN + 2 * rank, last)
-        rank = rank + 1
-
-
 def _record(watch: Watch, word: int, value: Uint32) -> None:
     ptx.store_b32(watch.record + 4 * word, value)
-
-
-def _record_step(watch: Watch, word: Int32, step: Int64) -> None:
-    ptx.store_v2(watch.record + 4 * Int64(word), wire.words_of(step))

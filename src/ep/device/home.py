@@ -19,9 +19,10 @@ class Control(IntEnum):
     COMBINED = 1
     """The same of the last combine."""
     EXPIRED = 2
-    """Word 0: 1 once a wait has expired. Words 1..3, bit r: it was for rank r."""
+    """Word 0: 1 once a wait has expired. Words 1..3, bit r: one was for rank r."""
 
 
+STEP_LINES = (Control.DISPATCHED, Control.COMBINED)
 STOPPED_WORD = 2
 """Of the lines that kernels begin with: what tells that a kernel before gave up. Beside the step,
 so that no kernel reads one word more for it."""

@@ -165,21 +165,13 @@ def _report(watch: Watch, values: list[Uint32], waited_ns: Uint64) -> None:
         first = ptx.atom_exch(claim, Uint32(1))
     first = ptx.shfl(first, 0)
     if first == 0:
-        # Counted by lane 0, or by a kernel before.
-        step = ptx.shfl(ptx.load_b32(watch.control + LINE_BYTES * Control.STEP), 0)
         for word in range_constexpr(len(values)):
-            src_rank = lane + WARP * word
-            is_absent = src_rank < watch.ranks and values[word] == 0
-            absent = ptx.ballot(is_absent)
+            absent = ptx.ballot(lane + WARP * word < watch.ranks and values[word] == 0)
             if lane == 0:
                 _record(watch, Word.AWAITED + word, absent)
-            if is_absent:
-                # Who has not dispatched has combined the step before.
-                seen = step - Uint32(watch.phase == Phase.DISPATCH)
-                ptx.store_b32(watch.record + 4 * Int64(Word.SEEN + 2 * src_rank), seen)
-        # The other lanes' words, too, are before the state.
-        ptx.sync_warp()
         if lane == 0:
+            # Counted by this thread, or by a kernel before.
+            step = ptx.load_b32(watch.control + LINE_BYTES * Control.STEP)
             _record(watch, Word.PHASE, Uint32(watch.phase))
             _record(watch, Word.STEP, step)
             _record(watch, Word.RANK, Uint32(watch.rank))

@@ -20,7 +20,7 @@ from ep.layout import EMPTY_SOURCE, LINE_BYTES, NOTHING
 from ep.memory import cuda
 from ep.memory.local import LocalMemory
 from ep.memory.nvshmem import NvshmemMemory
-from ep.record import RECORD_WORDS, STAMPS, HangRecord, Word
+from ep.record import RECORD_WORDS, STAMPS, HangRecord, Phase, Word
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,7 +123,21 @@ class GpuEngine:
         if self._record.words[Word.STATE]:
             record = HangRecord.read(self._record.words)
             if record is not None:
-                raise record.error()
+                raise record.error(self._seen(record))
+
+    def _seen(self, record: HangRecord) -> dict[int, int]:
+        """Last step that each rank was seen in, as far as its words have come by now."""
+        if not self._is_fence_free:
+            # Who has not dispatched has combined the step before.
+            last = record.step - (record.phase is Phase.DISPATCH)
+            return dict.fromkeys(range(self._config.ranks), last)
+        self._device.use()
+        # On a stream that waits for no other: nobody knows what the device is at.
+        stream = cuda.driver("StreamCreate", cuda.non_blocking())
+        words = self._buffers.own("announcements").numpy(int(stream)).astype(np.int64)
+        cuda.driver("StreamDestroy", stream)
+        steps = (words[..., 0] | words[..., 1] << 32).max(axis=0)
+        return {rank: int(step) for rank, step in enumerate(steps)}
 
     def dispatch(
         self,

@@ -102,10 +102,11 @@ class TokenReducer:
         stopped: Boolean,
         watch: Watch,
         clock: Stamps,
-    ) -> None:
+    ) -> tuple[list[Uint32], Uint64]:
         """Sum, normalize and store the tokens of this CTA; make its own rows empty.
 
-        After a kernel that gave up every result is NaN.
+        After a kernel that gave up every result is NaN. Gives the ranks that the thread gave up,
+        and since when it had waited.
         """
         config, home = self.config, watch.home
         tid, _, _ = cute.arch.thread_idx()
@@ -115,6 +116,7 @@ class TokenReducer:
         turn = Int32(0)
         token = first
         here = rows.present(peers)
+        lost, since_ns = bounded.nobody(watch.num_words), Uint64(0)
         if stopped:
             here = [Uint32(0) for _ in here]
         expert = rows.load_expert(ids, token, num_tokens, config.top_k)
@@ -124,7 +126,7 @@ class TokenReducer:
             expert = rows.load_expert(ids, token + num_reducers, num_tokens, config.top_k)
             row = home.row(home.rank, token)
             local = partials + row * (2 * config.hidden)
-            sums = self._sum_slots(masks, token, local, watch)
+            sums, lost, since_ns = self._sum_slots(masks, token, local, lost, since_ns, watch)
             if stopped:
                 sums = [[Uint32(NOTHING)] * len(chunk) for chunk in sums]
             if token == first:
@@ -142,11 +144,18 @@ class TokenReducer:
                 rows.rearm_row(home.base, row, home.rank, tid, self.layout)
             token = token + num_reducers
             turn = 1 - turn
+        return lost, since_ns
 
     @cute.jit
     def _sum_slots(
-        self, masks: list[Uint32], token: Int32, local: Int64, watch: Watch
-    ) -> list[list[Uint32]]:
+        self,
+        masks: list[Uint32],
+        token: Int32,
+        local: Int64,
+        lost: list[Uint32],
+        since_ns: Uint64,
+        watch: Watch,
+    ) -> tuple[list[list[Uint32]], list[Uint32], Uint64]:
         """Sum the thread's chunks over the ranks of `masks`, in rank order, and round to BF16."""
         slots = self.layout.fields["slots"]
         slot = watch.home.field("slots") + Int64(token) * slots.strides_bytes[0]
@@ -169,29 +178,32 @@ class TokenReducer:
                     addrs.append(at + Int64(self.chunks.idx(idx)) * CHUNK_BYTES)
                     dst_ranks.append(dst_rank)
                 masks = rest
-            parts = self._poll(addrs, dst_ranks, wanted, awaited, watch)
+            parts, missing, since_ns = self._poll(addrs, wanted, awaited, lost, since_ns, watch)
+            lost = self._with_missing(lost, missing, dst_ranks)
             for nth in range_constexpr(len(parts)):
                 idx = nth % self.chunks.passes
                 sums[idx] = norm.sum_chunks(sums[idx], parts[nth])
                 if (awaited >> nth) & 1 != 0:
                     wire.take(addrs[nth])
-        return [norm.round_chunk(chunk) for chunk in sums]
+        return [norm.round_chunk(chunk) for chunk in sums], lost, since_ns
 
     @cute.jit
     def _poll(
         self,
         addrs: list[Int64],
-        dst_ranks: list[Int32],
         wanted: Uint32,
         awaited: Uint32,
+        lost: list[Uint32],
+        since_ns: Uint64,
         watch: Watch,
-    ) -> list[ptx.Vec4]:
+    ) -> tuple[list[ptx.Vec4], Uint32, Uint64]:
         """Load the chunks of `wanted`, zeros for the others, until those of `awaited` are here.
 
-        Those that time ran out for stay as they were found: all ones, which are NaN.
+        Those that time ran out for are given as a set. They stay as they were found: all ones,
+        which are NaN. A thread that has given up does not wait.
         """
         parts = [(Uint32(0),) * 4 for _ in addrs]
-        polls, since_ns = Int32(0), Uint64(0)
+        polls, missing = Int32(0), Uint32(0)
         pending = wanted
         while pending != 0:
             for nth in range_constexpr(len(addrs)):
@@ -204,22 +216,21 @@ class TokenReducer:
             polls += 1
             if pending != 0:
                 over, since_ns = bounded.is_over(polls, since_ns, watch)
-                if over:
-                    self._report(dst_ranks, pending, since_ns, watch)
-                    pending = Uint32(0)
-        return parts
+                if over or not rows.is_empty(lost):
+                    missing, pending = pending, Uint32(0)
+        return parts, missing, since_ns
 
     @cute.jit
-    def _report(
-        self, dst_ranks: list[Int32], pending: Uint32, since_ns: Uint64, watch: Watch
-    ) -> None:
-        """Say which ranks' chunks have not come."""
-        bits = [Uint32(0) for _ in range(watch.num_words)]
-        for nth in range_constexpr(len(dst_ranks)):
-            if (pending >> nth) & 1 != 0:
-                one = bounded.rank_bits(dst_ranks[nth], watch.num_words)
-                bits = [some | more for some, more in zip(bits, one, strict=True)]
-        bounded.report(bits, since_ns, watch)
+    def _with_missing(
+        self, lost: list[Uint32], missing: Uint32, dst_ranks: list[Int32]
+    ) -> list[Uint32]:
+        """Add the ranks whose chunks are missing to those that are lost."""
+        if missing != 0:
+            for nth in range_constexpr(len(dst_ranks)):
+                if (missing >> nth) & 1 != 0:
+                    one = bounded.rank_bits(dst_ranks[nth], len(lost))
+                    lost = [some | more for some, more in zip(lost, one, strict=True)]
+        return lost
 
     @cute.jit
     def _normalize(

@@ -9,9 +9,9 @@ all, tells the peers that this rank is in the step, and hears it of them.
 from __future__ import annotations
 
 import cuda.bindings.driver as cuda
-from cutlass import Int32, Int64, const_expr, cute
+from cutlass import Int32, Int64, Uint64, const_expr, cute
 
-from ep.device import ptx, rows
+from ep.device import bounded, ptx, rows
 from ep.device.bounded import Watch
 from ep.device.home import Control, Home
 from ep.device.stamps import Stamps
@@ -132,6 +132,8 @@ class EpDispatch:
         clock = Stamps.of_cta(stamps, on=self.options.stamps)
         clock.mark(Stamp.START)
         home = Home.load(self.layout, table, rank)
+        step, since_ns = Int64(0), Uint64(0)
+        lost = bounded.nobody(self.sender.num_words)
         if cta == 0:
             peers = rows.load_peers(table, self.config.ranks, rank)
             if const_expr(self.options.has_warm):
@@ -142,7 +144,7 @@ class EpDispatch:
                 self.herald.announce(peers, home, step, num_tokens)
                 clock.mark(Stamp.SENT)
                 watch = Watch(Phase.DISPATCH, home, step, record, timeout_ns, grace_ns)
-                self.herald.listen(peers, watch)
+                lost, since_ns = self.herald.listen(peers, watch)
                 clock.mark(Stamp.LAST)
         elif cta <= num_senders:
             everyone = rows.Peers.load(table, self.config.ranks, rank)
@@ -161,11 +163,15 @@ class EpDispatch:
                 self.receiver.warm(home, receiver)
             self._begin(clock)
             last, stopped = home.load_step(Control.COMBINED)
-            watch = Watch(Phase.DISPATCH, home, last + 1, record, timeout_ns, grace_ns)
+            step = last + 1
+            watch = Watch(Phase.DISPATCH, home, step, record, timeout_ns, grace_ns)
             if stopped:
                 self.receiver.empty_all(receiver, num_receivers, home)
             else:
-                self.receiver.receive(receiver, num_receivers, peers, watch, clock)
+                lost, since_ns = self.receiver.receive(receiver, num_receivers, peers, watch, clock)
+        if not rows.is_empty(lost):
+            watch = Watch(Phase.DISPATCH, home, step, record, timeout_ns, grace_ns)
+            bounded.report(lost, since_ns, watch)
         if const_expr(self.options.pdl == Pdl.LATE):
             # Not before the wait: an idle kernel that holds an SM could keep out a peer's
             # kernel that this one waits for, where ranks share a GPU.

@@ -82,26 +82,32 @@ class Herald:
             ptx.store_v2(home.control(Control.DISPATCHED), wire.words_of(step))
 
     @cute.jit
-    def listen(self, peers: list[Int64], watch: Watch) -> None:
-        """Wait for every rank's announcement of this step; keep their tokens for combine."""
+    def listen(self, peers: list[Int64], watch: Watch) -> tuple[list[Uint32], Uint64]:
+        """Wait for every rank's announcement of this step; keep their tokens for combine.
+
+        Gives the ranks that the lane gave up, and since when it had waited.
+        """
+        lost, since_ns = [], Uint64(0)
         home, lane = watch.home, cute.arch.lane_idx()
         for word in range_constexpr(self.num_words):
-            src_rank = lane + WARP * word
+            src_rank, absent = lane + WARP * word, Uint32(0)
             if src_rank < self.ranks and src_rank != home.rank:
                 line = wire.announcement(self.layout, wire.parity(watch.step), src_rank)
                 num_tokens = Uint32(0)
                 if peers[word] != 0:
-                    num_tokens = self._hear(home.base + line, src_rank, watch)
+                    num_tokens, over, since_ns = self._hear(home.base + line, since_ns, watch)
+                    absent = Uint32(over) << Uint32(lane)
                 ptx.store_b32(home.field("counts") + Int64(src_rank) * 4, num_tokens)
+            lost.append(absent)
+        return lost, since_ns
 
     @cute.jit
-    def _hear(self, line: Int64, src_rank: Int32, watch: Watch) -> Uint32:
+    def _hear(self, line: Int64, since_ns: Uint64, watch: Watch) -> tuple[Uint32, Boolean, Uint64]:
         """Wait for one announcement; gives the rank's tokens, 0 where time ran out."""
         # An acquire is for the kernels after us: what we heard of happened before all they do.
         order = "acquire" if self.options.boundaries == Boundaries.FENCED else "relaxed"
-        num_tokens = Uint32(0)
-        polls, since_ns = Int32(0), Uint64(0)
-        waiting = Boolean(True)
+        num_tokens, polls = Uint32(0), Int32(0)
+        waiting, over = Boolean(True), Boolean(False)
         while waiting:
             said = ptx.load_b128(line, order)
             num_tokens = Uint32(wire.tokens_of(said))
@@ -110,6 +116,5 @@ class Herald:
             if waiting:
                 over, since_ns = bounded.is_over(polls, since_ns, watch)
                 if over:
-                    bounded.report(bounded.rank_bits(src_rank, self.num_words), since_ns, watch)
                     num_tokens, waiting = Uint32(0), Boolean(False)
-        return num_tokens
+        return num_tokens, over, since_ns

@@ -63,8 +63,11 @@ class RowReceiver:
         peers: list[Int64],
         watch: Watch,
         clock: Stamps,
-    ) -> None:
-        """Receive the rows of this CTA: of some sources all, or of one source some."""
+    ) -> tuple[list[Uint32], Uint64]:
+        """Receive the rows of this CTA: of some sources all, or of one source some.
+
+        Gives the ranks that the thread gave up, and since when it had waited.
+        """
         # As many CTAs for each source as there are; where they are few, each has several sources.
         groups = min(num_receivers, self.num_sources)
         per_round = max(self.num_sources, 1)
@@ -73,6 +76,7 @@ class RowReceiver:
         apart = max(Int32(Uint32(num_receivers) // per_round), 1)
         parity = wire.parity(watch.step)
         here = rows.present(peers)
+        lost, since_ns = bounded.nobody(watch.num_words), Uint64(0)
         while nth < self.num_sources:
             src_rank = nth
             if src_rank >= watch.home.rank:
@@ -80,20 +84,29 @@ class RowReceiver:
             token = first
             more = token < apart and rows.has_rank(here, src_rank)
             while more:
-                num_tokens = self._receive_row(src_rank, token, parity, watch)
+                num_tokens, over, since_ns = self._receive_row(
+                    src_rank, token, parity, since_ns, watch
+                )
                 if token == first and nth == Int32(Uint32(receiver) % per_round):
                     clock.mark(Stamp.FIRST)
                 clock.mark(Stamp.LAST)
                 token = token + apart
                 more = token < num_tokens
+                if over:
+                    lost = bounded.rank_bits(src_rank, watch.num_words)
+                    nth = Int32(self.num_sources)
             nth = nth + groups
+        return lost, since_ns
 
     @cute.jit
-    def _receive_row(self, src_rank: Int32, token: Int32, parity: Uint32, watch: Watch) -> Int32:
+    def _receive_row(
+        self, src_rank: Int32, token: Int32, parity: Uint32, since_ns: Uint64, watch: Watch
+    ) -> tuple[Int32, Boolean, Uint64]:
         """Receive a row, if there is one; gives the source's tokens, 0 where time ran out.
 
         Each thread waits for its own chunks. The head says whether they come; where not even a head
-        comes, the announcement says so.
+        comes, the announcement says so. A thread that gives up fills what it waited for with NaN:
+        others may have all that they waited for.
         """
         tid, _, _ = cute.arch.thread_idx()
         home = watch.home
@@ -106,7 +119,7 @@ class RowReceiver:
         addrs = [staged + Int64(min(chunk, self.layout.head_chunk)) * CHUNK_BYTES for chunk in mine]
         chunks = [(Uint32(NOTHING),) * 4 for _ in mine]
         num_tokens, is_row, source = Int32(0), Boolean(False), Uint32(0)
-        polls, since_ns = Int32(0), Uint64(0)
+        polls, over = Int32(0), Boolean(False)
         waiting = Boolean(True)
         while waiting:
             here = Boolean(True)
@@ -127,29 +140,25 @@ class RowReceiver:
             if waiting:
                 over, since_ns = bounded.is_over(polls, since_ns, watch)
                 if over:
-                    bounded.report(bounded.rank_bits(src_rank, watch.num_words), since_ns, watch)
-                    self._poison(home, src_rank, token, mine)
                     num_tokens, is_row, waiting = Int32(0), Boolean(False), Boolean(False)
-        if is_row:
-            row = home.row(src_rank, token)
+                    chunks = [self._nothing(chunk) for chunk in mine]
+        if is_row or over:
+            row = home.row(src_rank, min(token, self.config.max_tokens - 1))
             for idx in range_constexpr(self.passes):
                 if mine[idx] < self.layout.head_chunk:
                     self._store_chunk(home, row, mine[idx], chunks[idx])
                     wire.take(addrs[idx])
-                elif mine[idx] == self.layout.head_chunk:
+                elif mine[idx] == self.layout.head_chunk and is_row:
                     rows.store_source(home.base, row, source, self.layout)
-        return num_tokens
+        return num_tokens, over, since_ns
 
     @cute.jit
-    def _poison(self, home: Home, src_rank: Int32, token: Int32, mine: list[Int32]) -> None:
-        """Fill with NaN what this thread waited for: other threads may make the row live."""
-        row = home.row(src_rank, min(token, self.config.max_tokens - 1))
-        for idx in range_constexpr(self.passes):
-            chunk = (Uint32(NOTHING),) * 4
-            if mine[idx] >= self.layout.x_chunks:
-                chunk = wire.seal_scales(chunk)
-            if mine[idx] < self.layout.first_choice_chunk:
-                self._store_chunk(home, row, mine[idx], chunk)
+    def _nothing(self, chunk_idx: Int32) -> ptx.Vec4:
+        """A chunk that becomes NaN where experts read it, or an id of nobody."""
+        chunk = (Uint32(NOTHING),) * 4
+        if chunk_idx >= self.layout.x_chunks and chunk_idx < self.layout.first_choice_chunk:
+            chunk = wire.seal_scales(chunk)
+        return chunk
 
     @cute.jit
     def empty_all(self, receiver: Int32, num_receivers: Int32, home: Home) -> None:

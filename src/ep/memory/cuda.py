@@ -115,6 +115,13 @@ class Device:
         driver("CtxSetCurrent", self.context)
 
 
+def non_blocking() -> int:
+    """Flag of a stream that does not wait for the default stream."""
+    from cuda.bindings import driver as cuda
+
+    return int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+
+
 def allocate(size_bytes: int) -> int:
     """Allocate device memory, zeroed, and return its address. Local."""
     address = int(driver("MemAlloc", size_bytes))
