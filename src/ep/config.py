@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import numbers
 import operator
 import tomllib
 from enum import StrEnum
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ep.errors import ArgumentError, ConfigError
+from ep.errors import ArgumentError, ConfigError, shown
+from ep.files import read_text
 
 MAX_RANKS = 72
 MAX_HIDDEN = 16384
@@ -98,14 +99,15 @@ class EpConfig:
             raise ConfigError("hidden", self.hidden, f"a multiple of {SCALE_BLOCK}")
         for field, kind in (("dispatch_format", DispatchFormat), ("protocol", Protocol)):
             value = getattr(self, field)
-            try:
-                object.__setattr__(self, field, kind(value))
-            except ValueError:
-                raise ConfigError(field, value, f"one of {', '.join(kind)}") from None
+            # Only then: an array, say, is neither equal to a name nor not.
+            if not isinstance(value, str) or value not in list(kind):
+                raise ConfigError(field, value, f"one of {', '.join(kind)}")
+            object.__setattr__(self, field, kind(value))
         timeout_s = self.timeout_s
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float, np.number)):
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, numbers.Real):
             raise ConfigError("timeout_s", timeout_s, "a number of seconds")
-        if not (math.isfinite(timeout_s) and 0 < timeout_s <= 86400):
+        # A NaN is in no range; an integer beyond FP64 is compared as it is.
+        if not 0 < timeout_s <= 86400 or float(timeout_s) == 0:
             raise ConfigError("timeout_s", timeout_s, "above 0 and at most 86400 seconds")
         object.__setattr__(self, "timeout_s", float(timeout_s))
 
@@ -168,8 +170,9 @@ class EpConfig:
         ArgumentError
             If there is no such rank.
         """
-        if not 0 <= rank < self.ranks:
-            raise ArgumentError(f"rank {rank} does not exist: ranks are 0..{self.ranks - 1}")
+        if rank not in range(self.ranks):
+            raise ArgumentError(f"rank {shown(rank)} does not exist: ranks are 0..{self.ranks - 1}")
+        rank = int(rank)
         base, extra = divmod(self.experts, self.ranks)
         start = rank * base + min(rank, extra)
         return range(start, start + base + (rank < extra))
@@ -186,16 +189,27 @@ class EpConfig:
         -------
         ndarray of int32
             Same shape; -1 for a masked id and for one outside -1..E-1, which selects nobody.
+
+        Raises
+        ------
+        ArgumentError
+            If `ids` are no integers, or no array.
         """
-        expert = np.asarray(ids)
-        if expert.dtype.kind not in "iu":
-            raise ArgumentError(f"ids are {expert.dtype}, allowed is an integer type")
+        try:
+            given = np.asarray(ids)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ArgumentError(f"ids are no array ({error}); allowed are integers") from error
+        if given.dtype.kind not in "iu":
+            raise ArgumentError(f"ids are {given.dtype}, allowed is an integer type")
+        is_expert = (given >= 0) & (given < self.experts)
+        # In a type that holds E, whatever the ids' own.
+        expert = np.where(is_expert, given, 0).astype(np.int64)
         base, extra = divmod(self.experts, self.ranks)
         # Two branches only: blocks of base+1 up to the pivot, blocks of base after it.
         pivot = extra * (base + 1)
         late = extra + (expert - pivot) // max(base, 1)
         owner = np.where(expert < pivot, expert // (base + 1), late)
-        return np.where((expert >= 0) & (expert < self.experts), owner, -1).astype(np.int32)
+        return np.where(is_expert, owner, -1).astype(np.int32)
 
     def empty_id(self, rank: int) -> int:
         """Id that fills the ids of `rank`'s empty rows: never one of its own experts.
@@ -227,16 +241,16 @@ def configs_dir() -> Path:
 def _read_shape(source: str | Path) -> dict[str, Any]:
     if not isinstance(source, (str, Path)):
         raise ConfigError("config", source, "a name, or the path of a .toml file")
-    path = Path(source).expanduser()
-    if path.suffix != ".toml":
-        path = configs_dir() / f"{source}.toml"
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        path = Path(source).expanduser()
+        if path.suffix != ".toml":
+            path = configs_dir() / f"{source}.toml"
+        table = tomllib.loads(read_text(path))
     except FileNotFoundError:
         names = ", ".join(EpConfig.available())
         raise ConfigError(
             "config", str(source), f"a .toml file that exists, or (without .toml) one of {names}"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError("config", str(source), f"a readable TOML file ({error})") from error
     return {name: value for name, value in table.items() if name not in ("model", "source")}

@@ -15,6 +15,19 @@ __all__ = [
 ]
 
 
+MAX_SHOWN = 200
+"""Characters of a value that an error repeats."""
+
+
+def shown(value: object) -> str:
+    """Give `repr(value)` for an error: cut where it is long, in words where it has none."""
+    try:
+        words = repr(value)
+    except Exception:  # noqa: BLE001 - an int of thousands of digits, a list without end, a stranger
+        return f"<{type(value).__name__}>"
+    return words if len(words) <= MAX_SHOWN else f"{words[:MAX_SHOWN]}..."
+
+
 class EpError(Exception):
     """Base of every exception of this library.
 
@@ -31,7 +44,7 @@ class ConfigError(EpError, ValueError):
     """A field of a configuration is outside the contract."""
 
     def __init__(self, field: str, given: object, allowed: str) -> None:
-        super().__init__(f"{field}={given!r} is not allowed: {allowed}")
+        super().__init__(f"{field}={shown(given)} is not allowed: {allowed}")
         self.field = field
         self.given = given
         self.allowed = allowed
