@@ -12,6 +12,7 @@ import numpy as np
 
 from ep.arguments import BF16, FP32, INT32, check_eps, check_ids, checks_values, token_count
 from ep.bootstrap import Backend, World
+from ep.bootstrap.ranks import everywhere
 from ep.config import EpConfig, Protocol
 from ep.errors import ArgumentError, CollectiveError, EpError, EpTimeout, StateError
 from ep.layout import EpLayout
@@ -98,9 +99,11 @@ class Exchange:
         }
         world.agree_on(facts, "an Exchange's configuration")
         if config.ranks != world.size:
-            raise CollectiveError(
-                f"EpConfig.ranks is {config.ranks}, but the world has {world.size} "
-                f"ranks; pass ranks=world.size"
+            raise everywhere(
+                CollectiveError(
+                    f"EpConfig.ranks is {config.ranks}, but the world has {world.size} "
+                    f"ranks; pass ranks=world.size"
+                )
             )
         self.world = world
         self.config = config
@@ -365,7 +368,9 @@ def _open_engine(world: World, layout: EpLayout, options: KernelOptions | None) 
 
         return GpuEngine(world, layout, options)
     if options is not None:
-        raise ArgumentError("kernel_options are for the GPU backend; leave them out on the host")
+        raise everywhere(
+            ArgumentError("kernel_options are for the GPU backend; leave them out on the host")
+        )
     from ep.host import HostEngine
 
     return HostEngine(world, layout)

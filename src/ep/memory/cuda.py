@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ep.errors import ArgumentError, DeviceError
+from ep.errors import ArgumentError, DeviceError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -202,6 +202,11 @@ class DeviceArray:
         Ordinal of the GPU.
     owner : object
         Kept alive as long as the array.
+
+    Raises
+    ------
+    ArgumentError
+        If these are no numbers, or there is no such dtype.
     """
 
     address: int
@@ -212,8 +217,15 @@ class DeviceArray:
     owner: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        try:
+            dense = dense_strides(self.shape, self.itemsize)
+        except TypeError as error:
+            raise ArgumentError(
+                f"DeviceArray({shown(self.address)}, {shown(self.shape)}, {shown(self.dtype)}): "
+                f"allowed are an address, a tuple of lengths, the name of a dtype ({error})"
+            ) from error
         if not self.strides_bytes:
-            object.__setattr__(self, "strides_bytes", dense_strides(self.shape, self.itemsize))
+            object.__setattr__(self, "strides_bytes", dense)
 
     @property
     def itemsize(self) -> int:
@@ -240,7 +252,7 @@ class DeviceArray:
 
     def as_bytes(self) -> DeviceArray:
         """View as uint8, the last axis longer by the item size: for libraries without FP8 types."""
-        if self.strides_bytes[-1] != self.itemsize:
+        if not self.shape or self.strides_bytes[-1] != self.itemsize:
             raise ArgumentError(f"{self} is not dense along its last axis; it has no bytes view")
         shape = (*self.shape[:-1], self.shape[-1] * self.itemsize)
         strides = (*self.strides_bytes[:-1], 1)
