@@ -170,7 +170,8 @@ class EpConfig:
         ArgumentError
             If there is no such rank.
         """
-        if rank not in range(self.ranks):
+        given: object = rank
+        if not isinstance(given, (int, np.integer)) or not 0 <= given < self.ranks:
             raise ArgumentError(f"rank {shown(rank)} does not exist: ranks are 0..{self.ranks - 1}")
         rank = int(rank)
         base, extra = divmod(self.experts, self.ranks)
@@ -197,7 +198,7 @@ class EpConfig:
         """
         try:
             given = np.asarray(ids)
-        except (TypeError, ValueError, OverflowError) as error:
+        except Exception as error:
             raise ArgumentError(f"ids are no array ({error}); allowed are integers") from error
         if given.dtype.kind not in "iu":
             raise ArgumentError(f"ids are {given.dtype}, allowed is an integer type")
@@ -226,7 +227,7 @@ def _as_int(field: str, value: object) -> int:
         raise ConfigError(field, value, "an integer")
     try:
         return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except Exception:  # noqa: BLE001 - a stranger's
         raise ConfigError(field, value, "an integer") from None
 
 

@@ -88,7 +88,7 @@ class Exchange:
             raise ArgumentError(
                 f"Exchange({', '.join(given)}): allowed is Exchange(World, EpConfig)"
             )
-        if kernel_options is not None and not dataclasses.is_dataclass(kernel_options):
+        if kernel_options is not None and type(kernel_options).__name__ != "KernelOptions":
             raise ArgumentError(
                 f"kernel_options is a {type(kernel_options).__name__}; allowed is KernelOptions"
             )

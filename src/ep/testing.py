@@ -46,10 +46,11 @@ def run_ranks(
         The first error, once every thread has ended; it ends the set-up waits of the others, while
         those inside of a step last until `EpConfig.timeout_s`.
     """
-    if size not in range(1, MAX_RANKS + 1):
+    given: tuple[object, object] = (size, backend)
+    if not isinstance(given[0], int) or not 1 <= size <= MAX_RANKS:
         raise ArgumentError(f"{shown(size)} ranks are not allowed: 1..{MAX_RANKS}")
-    if backend not in ("auto", *Backend):
-        raise ArgumentError(f"backend={backend!r}: allowed are auto, {', '.join(Backend)}")
+    if not isinstance(given[1], str) or backend not in ("auto", *Backend):
+        raise ArgumentError(f"backend={shown(backend)}: allowed are auto, {', '.join(Backend)}")
     group = ThreadGroup(size)
     failures: list[BaseException] = []
 

@@ -29,6 +29,7 @@ from ep.errors import (
     EpError,
     HeapError,
     StateError,
+    shown,
 )
 from ep.settings import is_set
 
@@ -140,8 +141,9 @@ class World:
         EpTimeout
             If ranks are missing, naming them.
         """
-        if backend not in ("auto", *Backend):
-            raise ArgumentError(f"backend={backend!r}: allowed are auto, {', '.join(Backend)}")
+        given: object = backend
+        if not isinstance(given, str) or given not in ("auto", *Backend):
+            raise ArgumentError(f"backend={shown(backend)}: allowed are auto, {', '.join(Backend)}")
         if share_gpus is None:
             share_gpus = is_set("EP_SHARE_GPUS")
         channel = _open_channel(os.environ, timeout_s)
