@@ -37,6 +37,9 @@ class Hostile:
     __index__ = __int__ = __float__ = __getattr__ = __eq__ = __lt__ = __array__ = _refuse
     __hash__ = object.__hash__
 
+    def _repr_pretty_(self, printer, cycle):
+        printer.text("Hostile()")
+
 
 def endless() -> list[Any]:
     """Give a list that holds itself."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ep.errors import ArgumentError, ConfigError, shown
+from ep.errors import ArgumentError, ConfigError, cut, shown
 from ep.files import read_text
 
 MAX_RANKS = 72
@@ -199,7 +199,9 @@ class EpConfig:
         try:
             given = np.asarray(ids)
         except Exception as error:
-            raise ArgumentError(f"ids are no array ({error}); allowed are integers") from error
+            raise ArgumentError(
+                f"ids are no array ({shown(error)}); allowed are integers"
+            ) from error
         if given.dtype.kind not in "iu":
             raise ArgumentError(f"ids are {given.dtype}, allowed is an integer type")
         is_expert = (given >= 0) & (given < self.experts)
@@ -253,5 +255,7 @@ def _read_shape(source: str | Path) -> dict[str, Any]:
             "config", str(source), f"a .toml file that exists, or (without .toml) one of {names}"
         ) from None
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError("config", str(source), f"a readable TOML file ({error})") from error
+        raise ConfigError(
+            "config", str(source), f"a readable TOML file ({cut(str(error))})"
+        ) from error
     return {name: value for name, value in table.items() if name not in ("model", "source")}

@@ -20,11 +20,16 @@ MAX_SHOWN = 200
 
 
 def shown(value: object) -> str:
-    """Give `repr(value)` for an error: cut where it is long, in words where it has none."""
+    """Give `repr(value)` for an error: cut, and in words where it has none."""
     try:
         words = repr(value)
     except Exception:  # noqa: BLE001 - an int of thousands of digits, a list without end, a stranger
         return f"<{type(value).__name__}>"
+    return cut(words)
+
+
+def cut(words: str) -> str:
+    """Give the beginning of what may be long."""
     return words if len(words) <= MAX_SHOWN else f"{words[:MAX_SHOWN]}..."
 
 
@@ -44,7 +49,7 @@ class ConfigError(EpError, ValueError):
     """A field of a configuration is outside the contract."""
 
     def __init__(self, field: str, given: object, allowed: str) -> None:
-        super().__init__(f"{field}={shown(given)} is not allowed: {allowed}")
+        super().__init__(f"{cut(field)}={shown(given)} is not allowed: {allowed}")
         self.field = field
         self.given = given
         self.allowed = allowed

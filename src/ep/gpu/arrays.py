@@ -45,13 +45,14 @@ def device_array(
         described = _describe(name, array)
         # A vector access of 16 bytes needs an address to match; every allocator gives one.
         contiguous = described is not None and _is_dense(described)
+        is_here = described is not None and int(described.device) == device
     except EpError:
         raise
     except Exception as error:
         # Whatever it is, it is another library's, and says nothing of the argument's name.
         raise ArgumentError(
-            f"{name} is a {type(array).__name__} that cannot be read ({type(error).__name__}: "
-            f"{error}); the GPU backend takes {wanted(allowed, KIND)}"
+            f"{name} is a {type(array).__name__} that cannot be read ({shown(error)}); the GPU "
+            f"backend takes {wanted(allowed, KIND)}"
         ) from error
     if described is None:
         raise ArgumentError(
@@ -63,7 +64,7 @@ def device_array(
         raise ArgumentError(f"{name} has the shape {list(described.shape)}; none is below 0")
     if not described.address and 0 not in described.shape:
         raise ArgumentError(f"{name} has no memory: its address is 0")
-    if described.device != device:
+    if not is_here:
         raise ArgumentError(
             f"{name} is on GPU {described.device}, but this rank uses GPU {device}; move it there"
         )
@@ -81,31 +82,33 @@ def stream_handle(stream: Any) -> int:
     """
     if stream is None:
         return 0
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is not None:
-        # The protocol is a method; some libraries have it as a property.
-        try:
-            version, handle = protocol() if callable(protocol) else protocol
-        except Exception as error:
-            raise ArgumentError(
-                f"stream has a __cuda_stream__ that cannot be read ({type(error).__name__}: "
-                f"{error}); allowed is a pair of numbers, version and handle"
-            ) from error
-        if version != 0:
-            raise ArgumentError(f"stream follows version {version} of __cuda_stream__; known is 0")
-        stream = handle
+    number = cause = None
     try:
-        # A text or a fraction has an int, too, but is no stream.
-        number = None if isinstance(stream, (str, bytes, float)) else int(stream)
-    except (TypeError, ValueError, OverflowError):
-        number = None
+        number = _stream_number(stream)
+    except EpError:
+        raise
+    except Exception as error:  # noqa: BLE001 - another library's
+        cause = error
     if number is None or not 0 <= number < MAX_ADDRESS:
-        said = shown(stream) if isinstance(stream, int) else f"a {type(stream).__name__}"
+        said = shown(stream) if type(stream) is int else f"a {type(stream).__name__}"
         raise ArgumentError(
             f"stream is {said}; allowed are None, an int, a CUstream, or an object with "
             "__cuda_stream__"
-        )
+        ) from cause
     return number
+
+
+def _stream_number(stream: Any) -> int | None:
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        # The protocol is a method; some libraries have it as a property.
+        version, stream = protocol() if callable(protocol) else protocol
+        if version != 0:
+            raise ArgumentError(
+                f"stream follows version {shown(version)} of __cuda_stream__; known is 0"
+            )
+    # A text or a fraction has an int, too, but is no stream.
+    return None if isinstance(stream, (str, bytes, float)) else int(stream)
 
 
 def _is_dense(array: DeviceArray) -> bool:

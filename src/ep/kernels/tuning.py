@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ep.config import MAX_TOKENS, TUNING_FILE, configs_dir
-from ep.errors import ConfigError
+from ep.errors import ConfigError, cut
 from ep.files import read_text
 from ep.kernels.compile import Kind
 from ep.kernels.grid import Limits
@@ -140,7 +140,9 @@ def read_table(path: Path) -> dict[str, Tuning]:
             "tuning table", str(path), 'a file that exists (EP_TUNING names it; "off": none)'
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError("tuning table", str(path), f"a readable TOML file ({error})") from error
+        raise ConfigError(
+            "tuning table", str(path), f"a readable TOML file ({cut(str(error))})"
+        ) from error
     entries = {}
     for arch, fields in table.items():
         if not re.fullmatch(r"sm_[0-9]+[a-z]?", arch):

@@ -219,13 +219,14 @@ class DeviceArray:
     def __post_init__(self) -> None:
         try:
             dense = dense_strides(self.shape, self.itemsize)
-        except TypeError as error:
+            strides_bytes = self.strides_bytes or dense
+        except Exception as error:
             raise ArgumentError(
                 f"DeviceArray({shown(self.address)}, {shown(self.shape)}, {shown(self.dtype)}): "
-                f"allowed are an address, a tuple of lengths, the name of a dtype ({error})"
+                "allowed are an address, a tuple of lengths, the name of a dtype "
+                f"({shown(error)})"
             ) from error
-        if not self.strides_bytes:
-            object.__setattr__(self, "strides_bytes", dense)
+        object.__setattr__(self, "strides_bytes", strides_bytes)
 
     @property
     def itemsize(self) -> int:
