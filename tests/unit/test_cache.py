@@ -261,7 +261,7 @@ def test_a_user_without_a_home_has_no_cache(homeless, built, caplog):
     with caplog.at_level(logging.WARNING):
         assert get() == built[0]
     cache._warn.cache_clear()
-    assert "EP_CACHE_DIR='' is not allowed: a folder that is not in somebody's home" in caplog.text
+    assert "EP_CACHE_DIR='' is not allowed: a folder, but not in a home that is not" in caplog.text
 
 
 def test_which_folder(homeless, monkeypatch, tmp_path):

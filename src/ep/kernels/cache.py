@@ -48,8 +48,9 @@ def cache_dir() -> Path:
             return Path(chosen).expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ep"
     except RuntimeError as error:
-        allowed = f"a folder that is not in somebody's home ({error}); set it"
-        raise ConfigError("EP_CACHE_DIR", chosen, allowed) from error
+        raise ConfigError(
+            "EP_CACHE_DIR", chosen, f"a folder, but not in a home that is not found ({error})"
+        ) from error
 
 
 def read(name: str) -> bytes | None:
