@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import fcntl
 import functools
+import os
 import string
 import time
 import tomllib
@@ -169,6 +170,10 @@ def test_a_file_that_is_no_table_stays_as_it_is(tmp_path):
     assert path.read_text() == "hidden = 3\n"
     with pytest.raises(OSError, match="no folder that can be written to"):
         table.check_writable(tmp_path / "nowhere" / "table.toml")
+    os.mkfifo(tmp_path / "fifo")
+    for refuse in (table.check_writable, lambda path: table.merge(path, "sm_90a", ENTRY)):
+        with pytest.raises(ConfigError, match="fifo is no plain file"):
+            refuse(tmp_path / "fifo")
 
 
 GOOD = table.dumps({"sm_90a": ENTRY})
