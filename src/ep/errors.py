@@ -23,7 +23,7 @@ def shown(value: object) -> str:
     """Give `repr(value)` for an error: cut, and in words where it has none."""
     try:
         words = repr(value)
-    except Exception:  # noqa: BLE001 - an int of thousands of digits, a list without end, a stranger
+    except Exception:  # noqa: BLE001 - an int of thousands of digits, or whatever a stranger raises
         return f"<{type(value).__name__}>"
     return cut(words)
 
