@@ -98,8 +98,20 @@ ep_drop_other_mpi() {
   done
 }
 
+# The mpirun of an activated environment is a wheel's, and not the site's.
+ep_leave_venvs() {
+  local folder path=''
+  local -a folders
+  IFS=: read -ra folders <<<"$PATH"
+  for folder in "${folders[@]}"; do
+    [[ -f $folder/../pyvenv.cfg ]] || path+=${path:+:}$folder
+  done
+  PATH=$path
+}
+
 # ep_activate DIR: as its bin/activate does, without the prompt.
 ep_activate() {
+  if [[ ${EP_MPI:-} == site ]]; then ep_leave_venvs; fi
   VIRTUAL_ENV=$(cd -- "$1" && pwd)
   export VIRTUAL_ENV PATH="$VIRTUAL_ENV/bin:$PATH"
   unset PYTHONHOME

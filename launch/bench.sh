@@ -25,8 +25,8 @@ ranks=${EP_NP:-16}
 [[ $ranks =~ ^[1-9][0-9]?$ && $ranks -le 72 ]] || ep_die "EP_NP=$ranks is not a number of ranks: 1 to 72"
 venv=${EP_VENV:-$ep_root/.venv}
 mpi=$(ep_mpi_extra)
-if [[ $mpi == mpi ]] && ! command -v mpirun >/dev/null; then
-  ep_die "EP_MPI=site, but there is no mpirun in PATH"
+if [[ $mpi == mpi ]] && ! (ep_leave_venvs && command -v mpirun >/dev/null); then
+  ep_die "EP_MPI=site, but there is no mpirun in PATH, apart from virtual environments"
 fi
 extras=("$mpi")
 if ep_has_gpu; then

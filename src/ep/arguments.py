@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from ep.errors import ArgumentError
+from ep.errors import ArgumentError, shown
 from ep.settings import is_set
 
 if TYPE_CHECKING:
@@ -148,9 +148,8 @@ def check_eps(eps: Any) -> float:
     """Return `eps` as a float; raises `ArgumentError` unless FP32 holds it and it is 0 or more."""
     try:
         value = float(eps) if isinstance(eps, numbers.Real) else math.nan
-        said = repr(eps)
-    except (OverflowError, ValueError):
-        # Python writes no number of thousands of digits.
+        said = shown(eps)
+    except OverflowError:
         value, said = math.inf, "a number beyond FP64"
     if 0 <= value <= float(np.finfo(np.float32).max):
         return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import numbers
 import operator
 import tomllib
 from enum import StrEnum
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ep.errors import ArgumentError, ConfigError
+from ep.errors import ArgumentError, ConfigError, cut, shown
+from ep.files import read_text
 
 MAX_RANKS = 72
 MAX_HIDDEN = 16384
@@ -103,10 +104,10 @@ class EpConfig:
             raise ConfigError("hidden", self.hidden, f"a multiple of {SCALE_BLOCK}")
         for field, kind in (("dispatch_format", DispatchFormat), ("protocol", Protocol)):
             value = getattr(self, field)
-            try:
-                object.__setattr__(self, field, kind(value))
-            except ValueError:
-                raise ConfigError(field, value, f"one of {', '.join(kind)}") from None
+            # Only then: an array, say, is neither equal to a name nor not.
+            if not isinstance(value, str) or value not in list(kind):
+                raise ConfigError(field, value, f"one of {', '.join(kind)}")
+            object.__setattr__(self, field, kind(value))
         for field, may_be_zero in (("timeout_s", False), ("grace_s", True)):
             object.__setattr__(
                 self, field, _as_seconds(field, getattr(self, field), zero=may_be_zero)
@@ -171,8 +172,10 @@ class EpConfig:
         ArgumentError
             If there is no such rank.
         """
-        if not 0 <= rank < self.ranks:
-            raise ArgumentError(f"rank {rank} does not exist: ranks are 0..{self.ranks - 1}")
+        given: object = rank
+        if not isinstance(given, (int, np.integer)) or not 0 <= given < self.ranks:
+            raise ArgumentError(f"rank {shown(rank)} does not exist: ranks are 0..{self.ranks - 1}")
+        rank = int(rank)
         base, extra = divmod(self.experts, self.ranks)
         start = rank * base + min(rank, extra)
         return range(start, start + base + (rank < extra))
@@ -189,16 +192,29 @@ class EpConfig:
         -------
         ndarray of int32
             Same shape; -1 for a masked id and for one outside -1..E-1, which selects nobody.
+
+        Raises
+        ------
+        ArgumentError
+            If `ids` are no integers, or no array.
         """
-        expert = np.asarray(ids)
-        if expert.dtype.kind not in "iu":
-            raise ArgumentError(f"ids are {expert.dtype}, allowed is an integer type")
+        try:
+            given = np.asarray(ids)
+        except Exception as error:
+            raise ArgumentError(
+                f"ids are no array ({shown(error)}); allowed are integers"
+            ) from error
+        if given.dtype.kind not in "iu":
+            raise ArgumentError(f"ids are {given.dtype}, allowed is an integer type")
+        is_expert = (given >= 0) & (given < self.experts)
+        # In a type that holds E, whatever the ids' own.
+        expert = np.where(is_expert, given, 0).astype(np.int64)
         base, extra = divmod(self.experts, self.ranks)
         # Two branches only: blocks of base+1 up to the pivot, blocks of base after it.
         pivot = extra * (base + 1)
         late = extra + (expert - pivot) // max(base, 1)
         owner = np.where(expert < pivot, expert // (base + 1), late)
-        return np.where((expert >= 0) & (expert < self.experts), owner, -1).astype(np.int32)
+        return np.where(is_expert, owner, -1).astype(np.int32)
 
     def empty_id(self, rank: int) -> int:
         """Id that fills the ids of `rank`'s empty rows: never one of its own experts.
@@ -211,12 +227,14 @@ class EpConfig:
 
 
 def _as_seconds(field: str, value: Any, *, zero: bool) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ConfigError(field, value, "a number of seconds")
-    allowed = "0 or more" if zero else "above 0"
-    if not (math.isfinite(value) and 0 <= value <= MAX_SECONDS and (zero or value)):
-        raise ConfigError(field, value, f"{allowed} and at most {MAX_SECONDS} seconds")
-    return float(value)
+    # A NaN is in no range; an integer beyond FP64 is compared as it is.
+    seconds: Any = value
+    if not 0 <= seconds <= MAX_SECONDS or not (zero or float(seconds)):
+        least = "0 or more" if zero else "above 0"
+        raise ConfigError(field, value, f"{least} and at most {MAX_SECONDS} seconds")
+    return float(seconds)
 
 
 def _as_int(field: str, value: object) -> int:
@@ -224,7 +242,7 @@ def _as_int(field: str, value: object) -> int:
         raise ConfigError(field, value, "an integer")
     try:
         return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except Exception:  # noqa: BLE001 - a stranger's
         raise ConfigError(field, value, "an integer") from None
 
 
@@ -239,16 +257,18 @@ def configs_dir() -> Path:
 def _read_shape(source: str | Path) -> dict[str, Any]:
     if not isinstance(source, (str, Path)):
         raise ConfigError("config", source, "a name, or the path of a .toml file")
-    path = Path(source).expanduser()
-    if path.suffix != ".toml":
-        path = configs_dir() / f"{source}.toml"
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        path = Path(source).expanduser()
+        if path.suffix != ".toml":
+            path = configs_dir() / f"{source}.toml"
+        table = tomllib.loads(read_text(path))
     except FileNotFoundError:
         names = ", ".join(EpConfig.available())
         raise ConfigError(
             "config", str(source), f"a .toml file that exists, or (without .toml) one of {names}"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError("config", str(source), f"a readable TOML file ({error})") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            "config", str(source), f"a readable TOML file ({cut(str(error))})"
+        ) from error
     return {name: value for name, value in table.items() if name not in ("model", "source")}

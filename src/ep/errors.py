@@ -20,6 +20,24 @@ __all__ = [
 ]
 
 
+MAX_SHOWN = 200
+"""Characters of a value that an error repeats."""
+
+
+def shown(value: object) -> str:
+    """Give `repr(value)` for an error: cut, and in words where it has none."""
+    try:
+        words = repr(value)
+    except Exception:  # noqa: BLE001 - an int of thousands of digits, or whatever a stranger raises
+        return f"<{type(value).__name__}>"
+    return cut(words)
+
+
+def cut(words: str) -> str:
+    """Give the beginning of what may be long."""
+    return words if len(words) <= MAX_SHOWN else f"{words[:MAX_SHOWN]}..."
+
+
 class EpError(Exception):
     """Base of every exception of this library.
 
@@ -36,7 +54,7 @@ class ConfigError(EpError, ValueError):
     """A field of a configuration is outside the contract."""
 
     def __init__(self, field: str, given: object, allowed: str) -> None:
-        super().__init__(f"{field}={given!r} is not allowed: {allowed}")
+        super().__init__(f"{cut(field)}={shown(given)} is not allowed: {allowed}")
         self.field = field
         self.given = given
         self.allowed = allowed
@@ -102,20 +120,18 @@ class EpTimeout(EpError, TimeoutError):
         gone: Mapping[int, str] | None = None,
     ) -> None:
         where = f"{phase} of step {step}" if step else phase
-        words = f"rank {rank}: {where} waited {waited_s:.1f} s for {name_ranks(awaited)}"
-        if seen:
-            steps = sorted(set(seen)) if len(set(seen)) == 1 else seen
-            words += f" (their last seen step: {', '.join(map(str, steps))})"
-        for dead, node in (gone or {}).items():
-            words += f"; rank {dead}'s process on node {node} is gone"
-        if not gone:
-            words += (
-                "; look at those ranks' logs first, and raise the timeout only if they are merely "
-                "slow"
-            )
-        elif step:
-            words += "; go on without the dead by Exchange.exclude, or end the job"
-        super().__init__(words)
+        steps = ", ".join(map(str, sorted(set(seen)) if len(set(seen)) == 1 else seen))
+        last = f" (their last seen step: {steps})" if seen else ""
+        dead = "".join(
+            f"; rank {one}'s process on node {node} is gone" for one, node in (gone or {}).items()
+        )
+        remedy = "look at those ranks' logs first, and raise the timeout only if they are slow"
+        if gone:
+            remedy = "go on without the dead by Exchange.exclude, or end the job"
+        super().__init__(
+            f"rank {rank}: {where} waited {waited_s:.1f} s for {name_ranks(awaited)}{last}{dead}; "
+            f"{remedy}"
+        )
         self.phase = phase
         self.step = step
         self.rank = rank

@@ -9,6 +9,7 @@ import numpy as np
 
 from ep.arguments import BF16, FP32, INT32, check_eps, check_ids, checks_values, token_count
 from ep.bootstrap import Backend, World
+from ep.bootstrap.ranks import everywhere
 from ep.config import EpConfig, Protocol
 from ep.errors import (
     ArgumentError,
@@ -87,7 +88,7 @@ class Exchange(Lifecycle):
             raise ArgumentError(
                 f"Exchange({', '.join(given)}): allowed is Exchange(World, EpConfig)"
             )
-        if kernel_options is not None and not dataclasses.is_dataclass(kernel_options):
+        if kernel_options is not None and type(kernel_options).__name__ != "KernelOptions":
             raise ArgumentError(
                 f"kernel_options is a {type(kernel_options).__name__}; allowed is KernelOptions"
             )
@@ -103,9 +104,11 @@ class Exchange(Lifecycle):
         }
         world.agree_on(facts, "an Exchange's configuration")
         if config.ranks != world.size:
-            raise CollectiveError(
-                f"EpConfig.ranks is {config.ranks}, but the world has {world.size} "
-                f"ranks; pass ranks=world.size"
+            raise everywhere(
+                CollectiveError(
+                    f"EpConfig.ranks is {config.ranks}, but the world has {world.size} "
+                    f"ranks; pass ranks=world.size"
+                )
             )
         layout = EpLayout(config)
         if world.backend is Backend.HOST:
@@ -260,7 +263,9 @@ def _open_engine(world: World, layout: EpLayout, options: KernelOptions | None) 
 
         return GpuEngine(world, layout, options)
     if options is not None:
-        raise ArgumentError("kernel_options are for the GPU backend; leave them out on the host")
+        raise everywhere(
+            ArgumentError("kernel_options are for the GPU backend; leave them out on the host")
+        )
     from ep.host import HostEngine
 
     return HostEngine(world, layout)

@@ -12,12 +12,11 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from ep.config import SCALE_BLOCK, Protocol
+from ep.config import SCALE_BLOCK, EpConfig, Protocol
+from ep.errors import ArgumentError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from ep.config import EpConfig
 
 LINE_BYTES = 128
 """Unit of ownership: beside its owner at most one rank writes a line (NVLink's packet, too)."""
@@ -87,9 +86,18 @@ class EpLayout:
     fields : mapping of str to Field
         In order of address.
     total_bytes : int
+
+    Raises
+    ------
+    ArgumentError
+        If `config` is none.
     """
 
     config: EpConfig
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, EpConfig):
+            raise ArgumentError(f"config is {shown(self.config)}; allowed is an EpConfig")
 
     @cached_property
     def stride(self) -> int:  # noqa: D102 - described by the class

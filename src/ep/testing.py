@@ -5,10 +5,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from ep.bootstrap import World
+from ep.bootstrap import Backend, World
 from ep.bootstrap.channel import ThreadChannel, ThreadGroup
 from ep.config import MAX_RANKS
-from ep.errors import ArgumentError, EpTimeout
+from ep.errors import ArgumentError, EpTimeout, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,20 +46,26 @@ def run_ranks(
         The first error, once every thread has ended; it ends the set-up waits of the others, while
         those inside of a step last until `EpConfig.timeout_s`.
     """
-    if not 1 <= size <= MAX_RANKS:
-        raise ArgumentError(f"{size} ranks are not allowed: 1..{MAX_RANKS}")
+    given: tuple[object, object] = (size, backend)
+    if not isinstance(given[0], int) or not 1 <= size <= MAX_RANKS:
+        raise ArgumentError(f"{shown(size)} ranks are not allowed: 1..{MAX_RANKS}")
+    if not isinstance(given[1], str) or backend not in ("auto", *Backend):
+        raise ArgumentError(f"backend={shown(backend)}: allowed are auto, {', '.join(Backend)}")
     group = ThreadGroup(size)
     failures: list[BaseException] = []
 
     def play(rank: int) -> T:
         channel = ThreadChannel(group, rank)
         try:
-            with World(channel, backend, timeout_s, share_gpus=True) as world:
-                return function(world)
+            # Not as a context, which would log each rank's end: only the cause is told, by raising.
+            world = World(channel, backend, timeout_s, share_gpus=True)
+            result = function(world)
+            world.close()
         except BaseException as error:
             failures.append(error)
             channel.abort(1)
             raise
+        return result
 
     with ThreadPoolExecutor(size, thread_name_prefix="rank") as pool:
         futures = [pool.submit(play, rank) for rank in range(size)]

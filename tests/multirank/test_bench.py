@@ -76,6 +76,31 @@ def test_a_mistake_is_told_once():
     assert job.err.count("'1,x' is not allowed") == 1, job
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--tokens", "1,x"], "'1,x' is not allowed"),
+        (["--config", "nosuch"], "one of deepseek_v2"),
+        (["--no-such-option"], "No such option"),
+    ],
+)
+def test_a_mistake_of_one_rank_ends_all_and_is_told_with_its_rank(tmp_path, rank, wrong, words):
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "import os, sys\n"
+        f"if os.environ['PMI_RANK'] == '{rank}': sys.argv += {wrong}\n"
+        "from ep.bench.cli import main\n"
+        "main()\n"
+    )
+    job = mpirun(3, driver, "--backend", "host")
+    assert job.code == 2, job
+    assert job.seconds < 30, job
+    assert job.err.count(f"Error: options are wrong on rank {rank}: ") == 1, job
+    assert job.err.count(words) == 1, job
+    assert "Traceback" not in job.err, job
+
+
 def test_what_every_rank_meets_is_told_once():
     job = mpirun(4, "-m", "ep.bench", "--backend", "gpu", env={"CUDA_VISIBLE_DEVICES": ""})
     assert job.code == 1, job

@@ -12,7 +12,7 @@ import pytest
 SRC = Path(__file__).resolve().parents[2] / "src"
 # Top to bottom: a module may import, when it is loaded, only from its own layer and those above.
 LAYERS = (
-    ("ep.errors", "ep.settings", "ep.version"),
+    ("ep.errors", "ep.files", "ep.settings", "ep.version"),
     ("ep.config",),
     ("ep.layout",),
     ("ep.record",),

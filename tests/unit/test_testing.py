@@ -1,5 +1,6 @@
 """Ranks as threads: what comes back, and which error is told."""
 
+import dataclasses
 import time
 from typing import Any
 
@@ -19,14 +20,46 @@ def test_results_come_in_rank_order():
     ]
 
 
-@pytest.mark.parametrize("ranks", [0, -1, 73])
+@pytest.mark.parametrize(
+    "ranks", [0, -1, 73, 2.5, "2", None, [], pytest.param(10**5000, id="huge")]
+)
 def test_impossible_numbers_of_ranks(ranks):
-    with pytest.raises(ep.ArgumentError, match=f"{ranks} ranks are not allowed: 1..72"):
+    with pytest.raises(ep.ArgumentError, match=r"ranks are not allowed: 1..72"):
         run_ranks(ranks, lambda world: None)
 
 
+def test_a_backend_that_is_none():
+    with pytest.raises(ep.ArgumentError, match="backend='tpu': allowed are auto, host, gpu"):
+        run_ranks(2, lambda world: None, backend="tpu")
+
+
+def test_what_every_rank_raises_alike_says_so():
+    config = ep.EpConfig.load("kimi_k3", ranks=3, max_tokens=1)
+
+    def wrong_ranks(world):
+        ep.Exchange(world, config)
+
+    def wrong_options(world):
+        ep.Exchange(world, dataclasses.replace(config, ranks=2), kernel_options=KernelOptions())
+
+    def apart(world):
+        world.places = [
+            dataclasses.replace(place, machine=str(rank)) for rank, place in enumerate(world.places)
+        ]
+        ep.Exchange(world, dataclasses.replace(config, ranks=2))
+
+    for play, kind in (
+        (wrong_ranks, ep.CollectiveError),
+        (wrong_options, ep.ArgumentError),
+        (apart, ep.HeapError),
+    ):
+        with pytest.raises(kind) as caught:
+            run_ranks(2, play)
+        assert caught.value.on_every_rank
+
+
 @pytest.mark.parametrize("error", [ValueError("cause"), SystemExit(3)])
-def test_the_cause_is_told_not_the_others_timeouts(error):
+def test_the_cause_is_told_not_the_others_timeouts(error, caplog):
     config: dict[str, Any] = {
         "hidden": 32,
         "experts": 4,
@@ -46,6 +79,8 @@ def test_the_cause_is_told_not_the_others_timeouts(error):
     with pytest.raises(type(error)) as caught:
         run_ranks(3, play)
     assert caught.value is error
+    # Nor are they logged, as the ends of ranks that are processes are.
+    assert not caplog.records
 
 
 def test_a_wrong_world_or_config_is_told():

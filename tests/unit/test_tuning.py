@@ -1,9 +1,14 @@
 """The table of grids: what is read, what is refused, and which grid comes of it."""
 
 import dataclasses
+import errno
+import fcntl
 import functools
+import os
 import string
+import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -117,7 +122,42 @@ def test_merging_leaves_the_other_entries_alone(tmp_path):
     other = Tuning((Point(3, PerSm(1.0, 1.0)),), (), HOW)
     table.merge(path, "sm_90a", other)
     assert read_table(path) == {"sm_90a": other, "sm_100a": Tuning(measured=HOW)}
-    assert [file.name for file in tmp_path.iterdir()] == ["new.toml"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".new.toml.lock", "new.toml"]
+
+
+def test_no_entry_is_lost_where_many_merge_at_once(tmp_path, monkeypatch):
+    path, real = tmp_path / "new.toml", table.read_if_there
+
+    def slowly(path):
+        entries = real(path)
+        time.sleep(0.02)
+        return entries
+
+    monkeypatch.setattr(table, "read_if_there", slowly)
+    archs = [f"sm_{number}" for number in range(8)]
+    with ThreadPoolExecutor(len(archs)) as pool:
+        list(pool.map(lambda arch: table.merge(path, arch, ENTRY), archs))
+    assert read_table(path) == dict.fromkeys(archs, ENTRY)
+
+
+def test_a_lock_that_is_kept_is_told_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "LOCK_TIMEOUT_S", 0.05)
+    path = tmp_path / "new.toml"
+    with (
+        table._locked(path),
+        pytest.raises(TimeoutError, match=r"another process has kept .*\.new\.toml\.lock locked"),
+    ):
+        table.merge(path, "sm_90a", ENTRY)
+    table.merge(path, "sm_90a", ENTRY)
+
+
+def test_where_nothing_can_be_locked_it_is_written_all_the_same(tmp_path, monkeypatch):
+    def flock(descriptor, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    table.merge(tmp_path / "new.toml", "sm_90a", ENTRY)
+    assert read_table(tmp_path / "new.toml") == {"sm_90a": ENTRY}
 
 
 def test_a_file_that_is_no_table_stays_as_it_is(tmp_path):
@@ -130,6 +170,10 @@ def test_a_file_that_is_no_table_stays_as_it_is(tmp_path):
     assert path.read_text() == "hidden = 3\n"
     with pytest.raises(OSError, match="no folder that can be written to"):
         table.check_writable(tmp_path / "nowhere" / "table.toml")
+    os.mkfifo(tmp_path / "fifo")
+    for refuse in (table.check_writable, lambda path: table.merge(path, "sm_90a", ENTRY)):
+        with pytest.raises(ConfigError, match="fifo is no plain file"):
+            refuse(tmp_path / "fifo")
 
 
 GOOD = table.dumps({"sm_90a": ENTRY})

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ep.bench.cases import Case
+from ep.bench.command import (
+    MAX_PAIRS,
+    MAX_SEED,
+    MAX_STEPS,
+    TokenCounts,
+    connect,
+    load_config,
+    obstacle,
+    run_command,
+)
 from ep.bench.record import append, to_json
 from ep.bench.sweep import Plan, Sweep
 from ep.bootstrap import Backend, World
-from ep.bootstrap.launcher import detect
 from ep.config import MAX_TOKENS, EpConfig
 from ep.errors import ArgumentError, CollectiveError, ConfigError, EpError, HeapError
 from ep.exchange import Exchange
@@ -23,37 +30,6 @@ from ep.routing import Routing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-TIMEOUT_S = 300.0
-"""Bound of waits outside of steps: the oracle takes its time where ranks outnumber cores."""
-
-
-class TokenCounts(click.ParamType[tuple[int, ...]]):
-    """Numbers with commas between."""
-
-    name = "counts"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """See click."""
-        if isinstance(value, tuple):
-            return value
-        counts = tuple(map(_count, value.split(",")))
-        if not all(0 <= count <= MAX_TOKENS for count in counts):
-            said = value if len(value) <= 60 else f"{value[:60]}..."
-            self.fail(
-                f"{said!r} is not allowed: numbers 0..{MAX_TOKENS} with commas between", param, ctx
-            )
-        return counts
-
-
-def _count(text: str) -> int:
-    try:
-        return int(text) if text.strip().isdecimal() else -1
-    except ValueError:
-        # Python reads no number of thousands of digits.
-        return -1
 
 
 @click.command()
@@ -90,10 +66,18 @@ def _count(text: str) -> int:
     "--uneven", is_flag=True, help="Ranks send 0 to T tokens, differing by rank and step."
 )
 @click.option(
-    "--steps", type=click.IntRange(1), default=100, show_default=True, help="Timed steps a row."
+    "--steps",
+    type=click.IntRange(1, MAX_STEPS),
+    default=100,
+    show_default=True,
+    help="Timed steps a row.",
 )
 @click.option(
-    "--warmup", type=click.IntRange(0), default=10, show_default=True, help="Steps before them."
+    "--warmup",
+    type=click.IntRange(0, MAX_STEPS),
+    default=10,
+    show_default=True,
+    help="Steps before them.",
 )
 @click.option(
     "--graph/--eager",
@@ -102,7 +86,11 @@ def _count(text: str) -> int:
     help="On GPUs: replay CUDA graphs (a step of --steps is a replay), or enqueue each step.",
 )
 @click.option(
-    "--pairs", type=click.IntRange(1), default=20, show_default=True, help="Steps in a graph."
+    "--pairs",
+    type=click.IntRange(1, MAX_PAIRS),
+    default=20,
+    show_default=True,
+    help="Steps in a graph.",
 )
 @click.option(
     "--share-gpus",
@@ -123,7 +111,9 @@ def _count(text: str) -> int:
     help="On GPUs: also say when the CTAs of the default build got how far, from a build with "
     "time stamps.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of all data.")
+@click.option(
+    "--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Of all data."
+)
 @click.option("--norm/--no-norm", default=True, show_default=True, help="RMSNorm in combine.")
 @click.option(
     "--backend",
@@ -172,16 +162,10 @@ def command(
         raise click.BadParameter(
             f"{max_tokens} is below the {most} of --tokens", param_hint="--max-tokens"
         )
-    try:
-        launch = detect(os.environ)
-        config = EpConfig.load(
-            source, ranks=1 if launch is None else launch.size, max_tokens=max_tokens or most
-        )
-    except ConfigError as error:
-        raise click.BadParameter(str(error), param_hint="--config") from error
+    config = load_config(source, max_tokens or most)
     case = Case(config=config, routing=Routing(routing), uneven=uneven, norm=norm, seed=seed)
     try:
-        world = World.connect(backend, timeout_s=TIMEOUT_S, share_gpus=share_gpus)
+        world = connect(backend, share_gpus=share_gpus)
     except EpError as error:
         raise click.ClickException(str(error)) from error
     with world:
@@ -276,37 +260,6 @@ def _run_and_report(exchanges: Sequence[Exchange], plan: Plan, json_path: Path |
     return int(failed or problem is not None)
 
 
-def obstacle(path: Path) -> OSError | None:
-    """Say why nothing can be appended to `path`."""
-    try:
-        with path.open("a"):
-            return None
-    except OSError as error:
-        return error
-
-
 def main() -> None:
     """Run the command."""
     run_command(command, "python -m ep.bench")
-
-
-def run_command(command: click.Command, name: str) -> NoReturn:
-    """Run a command that every rank runs, and exit; a mistake that all make is told once."""
-    try:
-        sys.exit(command.main(prog_name=name, standalone_mode=False))
-    except click.ClickException as error:
-        alike = isinstance(error, click.UsageError) or (
-            isinstance(error.__cause__, EpError) and error.__cause__.on_every_rank
-        )
-        if not alike or _is_first():
-            error.show()
-        sys.exit(error.exit_code)
-    except click.Abort:
-        sys.exit(1)
-
-
-def _is_first() -> bool:
-    launch = None
-    with contextlib.suppress(EpError):
-        launch = detect(os.environ)
-    return launch is None or launch.rank == 0

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 import ep
+from ep.files import append_text
 from ep.layout import HEADER_WORDS
 
 if TYPE_CHECKING:
@@ -214,8 +215,7 @@ def mps_runs() -> bool:
 
 def append(path: Path, fields: dict[str, Any]) -> None:
     """Append one line to `path`."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(fields) + "\n")
+    append_text(path, json.dumps(fields) + "\n")
 
 
 def versions() -> dict[str, str | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from ep.errors import BootstrapError
+from ep.errors import BootstrapError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +26,9 @@ class Launch:
     rank: int
     size: int
 
+
+MAX_DIGITS = 9
+"""Of a rank or a size; more no launcher starts, and thousands Python does not read."""
 
 # Order matters: inside sbatch and salloc, mpirun's ranks inherit SLURM_* values of the batch step,
 # so Slurm is asked last, and only where it started this very step.
@@ -69,9 +72,9 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
 
 def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
     text = environ.get(name, "")
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS):
         raise BootstrapError(
-            f"{name}={text!r} is not a number, though {launcher} seems to have started this "
+            f"{name}={shown(text)} is not a number, though {launcher} seems to have started this "
             f"process; unset {launcher}'s variables to run alone"
         )
     return int(text)

@@ -154,8 +154,10 @@ def common_error(said: list[list[str] | None], what: str) -> EpError | None:
         return None
     words = in_words({rank: text for rank, (_, text) in failed.items()})
     kinds = {kind for kind, _ in failed.values()}
-    kind = _AGREED_KINDS.get(kinds.pop(), CollectiveError) if len(kinds) == 1 else CollectiveError
-    return everywhere(kind(f"{what} failed on {len(failed)} of {len(said)} ranks: {words}"))
+    kind = _AGREED_KINDS.get(kinds.pop()) if len(kinds) == 1 else None
+    return everywhere(
+        (kind or CollectiveError)(f"{what} failed on {len(failed)} of {len(said)} ranks: {words}")
+    )
 
 
 def difference_of(said: list[dict[str, Any] | None], what: str) -> CollectiveError | None:

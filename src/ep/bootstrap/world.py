@@ -7,11 +7,9 @@ import json
 import os
 from typing import TYPE_CHECKING, Any, Self
 
-from ep.bootstrap.channel import Channel, SingleChannel
 from ep.bootstrap.device import choose_device, gpu_obstacle
 from ep.bootstrap.ending import at_uncaught_error, exit_code, log_end
-from ep.bootstrap.launcher import detect
-from ep.bootstrap.mpi import open_mpi_channel
+from ep.bootstrap.opening import open_channel
 from ep.bootstrap.ranks import (
     Backend,
     Place,
@@ -24,6 +22,7 @@ from ep.bootstrap.ranks import (
     places_of,
     ranks_to_exclude,
 )
+from ep.config import MAX_SECONDS
 from ep.errors import (
     ArgumentError,
     BootstrapError,
@@ -32,6 +31,7 @@ from ep.errors import (
     EpTimeout,
     StateError,
     name_ranks,
+    shown,
 )
 from ep.settings import is_set
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from types import TracebackType
 
+    from ep.bootstrap.channel import Channel
     from ep.memory.cuda import Device
 
 BOOTSTRAP_TIMEOUT_S = 60.0
@@ -145,11 +146,18 @@ class World:
         EpTimeout
             If ranks are missing, naming them.
         """
-        if backend not in ("auto", *Backend):
-            raise ArgumentError(f"backend={backend!r}: allowed are auto, {', '.join(Backend)}")
+        given: object = backend
+        if not isinstance(given, str) or given not in ("auto", *Backend):
+            raise ArgumentError(f"backend={shown(backend)}: allowed are auto, {', '.join(Backend)}")
+        bound: object = timeout_s
+        if not isinstance(bound, (int, float)) or not 0 < bound <= MAX_SECONDS:
+            raise ArgumentError(
+                f"timeout_s={shown(timeout_s)}: allowed is above 0 and at most {MAX_SECONDS} "
+                "seconds"
+            )
         if share_gpus is None:
             share_gpus = is_set("EP_SHARE_GPUS")
-        channel = _open_channel(os.environ, timeout_s)
+        channel = open_channel(os.environ, timeout_s)
         world = cls(channel, backend, timeout_s, share_gpus=share_gpus)
         if world.size > 1:
             at_uncaught_error(world._end_job)
@@ -179,7 +187,13 @@ class World:
         self.check_process()
         if self._stopped is not None:
             raise StateError(f"this World stopped at: {self._stopped}; end the job")
-        payload = json.dumps([what, value]).encode()
+        try:
+            payload = json.dumps([what, value]).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ArgumentError(
+                f"{what}: JSON cannot hold what rank {self.rank} says ({shown(error)}); pass "
+                "numbers, text, lists and dicts"
+            ) from error
         try:
             told = self._channel.allgather(payload, self._timeout_s, what)
         except BaseException as error:
@@ -379,17 +393,3 @@ class World:
         return (
             f"World(rank={self.rank}, size={self.size}, backend={self.backend}, node={place.node})"
         )
-
-
-def _open_channel(environ: Mapping[str, str], timeout_s: float) -> Channel:
-    launch = detect(environ)
-    if launch is None:
-        return SingleChannel()
-    if launch.launcher == "slurm":
-        if launch.size == 1:
-            return SingleChannel()
-        raise BootstrapError(
-            f"srun started {launch.size} tasks without an MPI: use srun --mpi=pmi2 with the mpich "
-            "extra, or mpirun"
-        )
-    return open_mpi_channel(launch, timeout_s)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from ep.bench.cli import run_command
+from ep.bench.command import run_command
 from ep.bootstrap import Backend
 from ep.bootstrap.launcher import detect
 from ep.config import MAX_TOKENS, EpConfig

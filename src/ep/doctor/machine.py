@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from ep.bootstrap.ranks import Place
 from ep.config import EpConfig, Protocol
 from ep.doctor.result import Check, failed, passed, skipped, warned
-from ep.kernels.compile import cache_dir
+from ep.errors import ConfigError
+from ep.kernels.cache import cache_dir
 from ep.layout import EpLayout
 
 if TYPE_CHECKING:
@@ -91,7 +92,10 @@ def check_cache(context: Context) -> Finding:
     """Whether compiled kernels can be kept, where nobody else can put any."""
     if uses_host(context):
         return skipped("only the GPU backend keeps compiled kernels")
-    folder = cache_dir()
+    try:
+        folder = cache_dir()
+    except ConfigError as error:
+        return warned(f"{error}: each start compiles", "set EP_CACHE_DIR to a folder of this user")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):

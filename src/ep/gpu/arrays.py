@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 
 from ep.arguments import Shape, check_described, wanted
-from ep.errors import ArgumentError
+from ep.errors import ArgumentError, EpError, shown
 from ep.memory.cuda import DeviceArray
 from ep.memory.dlpack import CUDA, from_capsule
 
 KIND = "array in CUDA memory"
+MAX_ADDRESS = 1 << 63
+"""Addresses are below: kernels take them as signed words."""
 
 
 def device_array(
@@ -39,16 +41,30 @@ def device_array(
     ArgumentError
     """
     allowed = (dtype.name, shape)
-    described = _describe(name, array)
+    try:
+        described = _describe(name, array)
+        # A vector access of 16 bytes needs an address to match; every allocator gives one.
+        contiguous = described is not None and _is_dense(described)
+        is_here = described is not None and int(described.device) == device
+    except EpError:
+        raise
+    except Exception as error:
+        # Whatever it is, it is another library's, and says nothing of the argument's name.
+        raise ArgumentError(
+            f"{name} is a {type(array).__name__} that cannot be read ({shown(error)}); the GPU "
+            f"backend takes {wanted(allowed, KIND)}"
+        ) from error
     if described is None:
         raise ArgumentError(
             f"{name} is a {type(array).__name__}; the GPU backend takes {wanted(allowed, KIND)}"
         )
-    # A vector access of 16 bytes needs an address to match; every allocator gives one.
-    contiguous = described.is_contiguous and described.address % 16 == 0
     given = (described.dtype, described.shape)
     check_described(name, given, allowed, contiguous=contiguous, kind=KIND)
-    if described.device != device:
+    if described.shape and described.shape[0] < 0:
+        raise ArgumentError(f"{name} has the shape {list(described.shape)}; none is below 0")
+    if not described.address and 0 not in described.shape:
+        raise ArgumentError(f"{name} has no memory: its address is 0")
+    if not is_here:
         raise ArgumentError(
             f"{name} is on GPU {described.device}, but this rank uses GPU {device}; move it there"
         )
@@ -66,20 +82,37 @@ def stream_handle(stream: Any) -> int:
     """
     if stream is None:
         return 0
+    number = cause = None
+    try:
+        number = _stream_number(stream)
+    except EpError:
+        raise
+    except Exception as error:  # noqa: BLE001 - another library's
+        cause = error
+    if number is None or not 0 <= number < MAX_ADDRESS:
+        said = shown(stream) if type(stream) is int else f"a {type(stream).__name__}"
+        raise ArgumentError(
+            f"stream is {said}; allowed are None, an int, a CUstream, or an object with "
+            "__cuda_stream__"
+        ) from cause
+    return number
+
+
+def _stream_number(stream: Any) -> int | None:
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         # The protocol is a method; some libraries have it as a property.
-        version, handle = protocol() if callable(protocol) else protocol
+        version, stream = protocol() if callable(protocol) else protocol
         if version != 0:
-            raise ArgumentError(f"stream follows version {version} of __cuda_stream__; known is 0")
-        return int(handle)
-    try:
-        return int(stream)
-    except (TypeError, ValueError):
-        raise ArgumentError(
-            f"stream is a {type(stream).__name__}; allowed are None, an int, a CUstream, or an "
-            "object with __cuda_stream__"
-        ) from None
+            raise ArgumentError(
+                f"stream follows version {shown(version)} of __cuda_stream__; known is 0"
+            )
+    # A text or a fraction has an int, too, but is no stream.
+    return None if isinstance(stream, (str, bytes, float)) else int(stream)
+
+
+def _is_dense(array: DeviceArray) -> bool:
+    return array.is_contiguous and array.address % 16 == 0 and 0 <= array.address < MAX_ADDRESS
 
 
 def _describe(name: str, array: Any) -> DeviceArray | None:

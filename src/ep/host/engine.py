@@ -14,7 +14,7 @@ import numpy as np
 
 from ep.arguments import host_array
 from ep.buffers import EpBuffers
-from ep.errors import ArgumentError
+from ep.errors import ArgumentError, shown
 from ep.host.mxfp8 import quantize
 from ep.host.norm import rms_norm
 from ep.layout import EMPTY_SOURCE, SOURCE_BITS
@@ -70,7 +70,9 @@ class HostEngine:
     def stream(self, stream: Any) -> None:
         """Refuse everything but None."""
         if stream is not None:
-            raise ArgumentError(f"stream is {stream!r}; the host backend has no streams: pass None")
+            raise ArgumentError(
+                f"stream is {shown(stream)}; the host backend has no streams: pass None"
+            )
 
     def empty(self, shape: tuple[int, int], stream: None) -> Array:  # noqa: ARG002
         """Make a BF16 array for a result."""

@@ -15,7 +15,6 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
-import os
 import re
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep.config import Protocol
 from ep.errors import EpError
+from ep.kernels import cache
 from ep.memory.cuda import driver
 from ep.version import __version__
 
@@ -36,7 +36,7 @@ PINNED_COMPILER = "4.8.1"
 """nvidia-cutlass-dsl of the `gpu` extra."""
 ARCHES = ("sm_90a", "sm_100a", "sm_103a")
 """Architectures that the kernels are made and tested for."""
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 """Part of every key: raise it when the file format changes."""
 
 _lock = threading.RLock()
@@ -92,28 +92,32 @@ class Image:
     cubin: bytes
     ptx: str = ""
 
-    def dumps(self) -> bytes:
-        """Bytes of a cache file: one line of JSON, then the CUBIN."""
+    def dumps(self, key: str) -> bytes:
+        """Bytes of a cache file: a digest, and what it is of: a line of JSON, then the CUBIN."""
         head = {
+            "key": key,
             "entry": self.entry,
             "arch": self.arch,
             "threads": self.threads,
             "params": self.params,
-            "sha256": hashlib.sha256(self.cubin).hexdigest(),
         }
-        return json.dumps(head).encode() + b"\n" + self.cubin
+        body = json.dumps(head).encode() + b"\n" + self.cubin
+        return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
     @classmethod
-    def loads(cls, data: bytes) -> Image | None:
-        """Read a cache file; None if it is damaged."""
-        head, _, cubin = data.partition(b"\n")
+    def loads(cls, data: bytes, key: str) -> Image | None:
+        """Read a cache file; None if it is damaged, or another kernel's than that of `key`."""
+        digest, _, body = data.partition(b"\n")
+        if digest != hashlib.sha256(body).hexdigest().encode():
+            return None
+        head, _, cubin = body.partition(b"\n")
         try:
             facts = json.loads(head)
-            if facts["sha256"] != hashlib.sha256(cubin).hexdigest():
+            if facts["key"] != key:
                 return None
             params = tuple((name, kind) for name, kind in facts["params"])
             return cls(facts["entry"], facts["arch"], facts["threads"], params, cubin)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
 
@@ -135,16 +139,28 @@ def get_image(kind: Kind, layout: EpLayout, options: KernelOptions, arch: str) -
     Image
     """
     key = cache_key(kind, layout, options, arch)
+    name = f"{kind}-{arch}-{key}.bin"
     with _lock:
         image = _images.get(key)
         if image is None:
-            path = cache_dir() / f"{kind}-{arch}-{key}.bin"
-            image = _read(path)
+            data = cache.read(name)
+            image = None if data is None else Image.loads(data, key)
             if image is None:
-                image = build(kind, layout, options, arch)
-                _write(path, image.dumps())
+                image = _build_for_user(kind, layout, options, arch)
+                cache.write(name, image.dumps(key))
             _images[key] = image
         return image
+
+
+def _build_for_user(kind: Kind, layout: EpLayout, options: KernelOptions, arch: str) -> Image:
+    try:
+        return build(kind, layout, options, arch)
+    except ModuleNotFoundError as error:
+        raise EpError(
+            f"the cache holds no {kind} kernel of this shape for {arch}, and there is no compiler "
+            f"({error}); install the extra gpu of ep, or set EP_CACHE_DIR to a folder that this "
+            "version of ep has filled elsewhere"
+        ) from error
 
 
 def build(kind: Kind, layout: EpLayout, options: KernelOptions, arch: str) -> Image:
@@ -189,14 +205,6 @@ def cache_key(kind: Kind, layout: EpLayout, options: KernelOptions, arch: str) -
         "versions": [_version("nvidia-cutlass-dsl") or PINNED_COMPILER, __version__],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def cache_dir() -> Path:
-    """Folder of compiled kernels: `EP_CACHE_DIR`, else `ep` in the user's cache folder."""
-    if chosen := os.environ.get("EP_CACHE_DIR"):
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "ep"
 
 
 class Launcher:
@@ -298,21 +306,3 @@ def _version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _read(path: Path) -> Image | None:
-    try:
-        return Image.loads(path.read_bytes())
-    except OSError:
-        return None
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Make the file appear in one piece; a cache that cannot be written is only slower."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as scratch:
-            scratch.write(data)
-        Path(scratch.name).replace(path)
-    except OSError:
-        return

@@ -6,7 +6,7 @@ import dataclasses
 from enum import StrEnum
 from typing import Any, Self
 
-from ep.errors import ArgumentError
+from ep.errors import ArgumentError, shown
 
 
 class Pdl(StrEnum):
@@ -79,9 +79,14 @@ class KernelOptions:
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
             value = getattr(self, name)
-            if value not in list(kind):
-                raise ArgumentError(f"{name}={value!r} is no kernel option; it is {'|'.join(kind)}")
+            if not isinstance(value, str) or value not in list(kind):
+                raise ArgumentError(
+                    f"{name}={shown(value)} is no kernel option; it is {'|'.join(kind)}"
+                )
             object.__setattr__(self, name, kind(value))
+        for name in ("norm", "stamps"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name}={shown(getattr(self, name))}: allowed is a bool")
 
     @property
     def has_warm(self) -> bool:
@@ -97,12 +102,14 @@ class KernelOptions:
         ArgumentError
             Naming what is not an option or not one of its values.
         """
+        if not isinstance(text, str):
+            raise ArgumentError(f"{shown(text)} is no text of kernel options")
         chosen: dict[str, Any] = {}
         for part in text.split(","):
             name, _, value = part.strip().partition("=")
             if name not in _KINDS or name in chosen or value not in list(_KINDS[name]):
                 allowed = "; ".join(f"{key}={'|'.join(kind)}" for key, kind in _KINDS.items())
-                raise ArgumentError(f"{part!r} is no kernel option; allowed are {allowed}")
+                raise ArgumentError(f"{shown(part)} is no kernel option; allowed are {allowed}")
             chosen[name] = _KINDS[name](value)
         return cls(**chosen)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ep.config import MAX_TOKENS, TUNING_FILE, configs_dir
-from ep.errors import ConfigError
+from ep.errors import ConfigError, cut
+from ep.files import read_text
 from ep.kernels.compile import Kind
 from ep.kernels.grid import Limits
 from ep.settings import is_set
@@ -108,7 +109,8 @@ def table_path() -> Path | None:
     chosen = os.environ.get("EP_TUNING")
     if not chosen:
         return configs_dir() / TUNING_FILE
-    return Path(chosen).expanduser() if is_set("EP_TUNING") else None
+    # A home that is not found is told when the file is read.
+    return Path(os.path.expanduser(chosen)) if is_set("EP_TUNING") else None  # noqa: PTH111
 
 
 def load_table() -> dict[str, Tuning]:
@@ -131,16 +133,16 @@ def read_table(path: Path) -> dict[str, Tuning]:
     ConfigError
         Naming the file, the field and what is allowed.
     """
-    if path.exists() and not path.is_file():
-        raise ConfigError("tuning table", str(path), "a plain file")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        table = tomllib.loads(read_text(path))
     except FileNotFoundError:
         raise ConfigError(
             "tuning table", str(path), 'a file that exists (EP_TUNING names it; "off": none)'
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError("tuning table", str(path), f"a readable TOML file ({error})") from error
+        raise ConfigError(
+            "tuning table", str(path), f"a readable TOML file ({cut(str(error))})"
+        ) from error
     entries = {}
     for arch, fields in table.items():
         if not re.fullmatch(r"sm_[0-9]+[a-z]?", arch):
@@ -157,12 +159,9 @@ def _entry(fields: Any, where: str) -> Tuning:
         value = measured[name]
         # An integer is a number too, but neither is a truth.
         good = isinstance(value, (int, float) if kind is float else kind)
-        if kind is float and good:
-            good = math.isfinite(value)
-        if kind is int and good:
-            good = abs(value) < MAX_NUMBER
+        if kind in (int, float) and good:
+            good = abs(value) < (MAX_NUMBER if isinstance(value, int) else math.inf)
         if not good or (kind is not bool and isinstance(value, bool)):
-            value = "a huge number" if type(value) is int and abs(value) >= MAX_NUMBER else value
             raise ConfigError(f"{where}.measured.{name}", value, _WORDS[kind])
     for name, value in measured["versions"].items():
         if not isinstance(value, str):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ep.errors import ArgumentError, DeviceError
+from ep.errors import ArgumentError, DeviceError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -209,6 +209,11 @@ class DeviceArray:
         Ordinal of the GPU.
     owner : object
         Kept alive as long as the array.
+
+    Raises
+    ------
+    ArgumentError
+        If these are no numbers, or there is no such dtype.
     """
 
     address: int
@@ -219,8 +224,16 @@ class DeviceArray:
     owner: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.strides_bytes:
-            object.__setattr__(self, "strides_bytes", dense_strides(self.shape, self.itemsize))
+        try:
+            dense = dense_strides(self.shape, self.itemsize)
+            strides_bytes = self.strides_bytes or dense
+        except Exception as error:
+            raise ArgumentError(
+                f"DeviceArray({shown(self.address)}, {shown(self.shape)}, {shown(self.dtype)}): "
+                "allowed are an address, a tuple of lengths, the name of a dtype "
+                f"({shown(error)})"
+            ) from error
+        object.__setattr__(self, "strides_bytes", strides_bytes)
 
     @property
     def itemsize(self) -> int:
@@ -247,7 +260,7 @@ class DeviceArray:
 
     def as_bytes(self) -> DeviceArray:
         """View as uint8, the last axis longer by the item size: for libraries without FP8 types."""
-        if self.strides_bytes[-1] != self.itemsize:
+        if not self.shape or self.strides_bytes[-1] != self.itemsize:
             raise ArgumentError(f"{self} is not dense along its last axis; it has no bytes view")
         shape = (*self.shape[:-1], self.shape[-1] * self.itemsize)
         strides = (*self.strides_bytes[:-1], 1)

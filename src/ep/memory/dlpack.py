@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 CUDA = 2
 """kDLCUDA of dlpack.h."""
+MAX_AXES = 8
+"""More than any argument has; what is beyond the end of a shape is not looked at."""
 
 # (type code, bits) of dlpack.h 1.1.
 _CODES = {
@@ -94,8 +96,13 @@ _drop = _Destructor(_on_death)
 
 def to_capsule(array: DeviceArray) -> Any:
     """Export a device array; it lives until the consumer, or the unconsumed capsule, is gone."""
-    code, bits = _CODES[array.dtype]
     ndim = len(array.shape)
+    if array.dtype not in _CODES or any(step % array.itemsize for step in array.strides_bytes):
+        raise ArgumentError(
+            f"{array} has no DLPack: its dtype is unknown there, or its strides are no whole "
+            "elements; allowed are " + ", ".join(_CODES)
+        )
+    code, bits = _CODES[array.dtype]
     shape = (ctypes.c_int64 * ndim)(*array.shape)
     strides = (ctypes.c_int64 * ndim)(*(step // array.itemsize for step in array.strides_bytes))
     tensor = _Tensor(array.address, CUDA, array.device, ndim, code, bits, 1, shape, strides, 0)
@@ -120,17 +127,34 @@ def from_capsule(name: str, capsule: Any, owner: Any) -> DeviceArray:
     Raises
     ------
     ArgumentError
-        If the memory is not a GPU's or the type is none that `ep` knows.
+        If it is no such capsule or already consumed, the memory is not a GPU's, the type is none
+        that `ep` knows, or the shape is none.
+
+    Notes
+    -----
+    What the capsule points to is believed: a producer that lies about it has the process's rights
+    anyway.
     """
     from ep.memory.cuda import DeviceArray
 
-    managed = _ManagedTensor.from_address(_capsule_pointer(capsule, _NAME))
+    try:
+        managed = _ManagedTensor.from_address(_capsule_pointer(capsule, _NAME))
+    except ValueError as error:
+        raise ArgumentError(
+            f"{name} gave a {type(capsule).__name__} that is no DLPack capsule, or a consumed one "
+            f"({error}); allowed is what __dlpack__ of DLPack 0 or 1 returns, fresh"
+        ) from error
     tensor = managed.tensor
     dtype = _NAMES.get((tensor.code, tensor.bits))
     if tensor.device_type != CUDA or dtype is None or tensor.lanes != 1:
         raise ArgumentError(
             f"{name} is a DLPack tensor of device type {tensor.device_type}, type code "
             f"{tensor.code}, {tensor.bits} bits; allowed is CUDA memory of a type that ep uses"
+        )
+    if not 0 <= tensor.ndim <= MAX_AXES or (tensor.ndim and not tensor.shape):
+        raise ArgumentError(
+            f"{name} is a DLPack tensor of {tensor.ndim} axes; allowed are 0..{MAX_AXES}, with a "
+            "shape"
         )
     shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
     strides: tuple[int, ...] = ()

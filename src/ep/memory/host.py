@@ -84,10 +84,12 @@ class HostMemory:
         machines = {place.machine for place in world.places}
         if len(machines) > 1:
             nodes = sorted({place.node for place in world.places})
-            raise HeapError(
+            apart = HeapError(
                 f"the host backend shares memory on one machine, but the ranks are on "
                 f"{len(machines)}: {', '.join(nodes)}; start all ranks on one node, or use GPUs"
             )
+            apart.on_every_rank = True
+            raise apart
         parent = Path(os.environ.get("EP_SHM_DIR") or "/dev/shm").absolute()  # noqa: S108 - memory, not a temporary file
         with contextlib.ExitStack() as stack:
             name, error = "", None

@@ -118,10 +118,13 @@ def _initialise(world: World, device: cuda.Device) -> None:
     running = status.STATUS_IS_INITIALIZED <= bindings.init_status() <= status.STATUS_FULL_MPG
     states = world.allgather(running, "looking for NVSHMEM")
     if any(states) and not all(states):
-        raise BootstrapError(
-            "NVSHMEM is already initialised on some ranks only: "
-            f"{[rank for rank, state in enumerate(states) if state]}; initialise it on all or none"
+        some = [rank for rank, state in enumerate(states) if state]
+        error = BootstrapError(
+            f"NVSHMEM is already initialised on some ranks only: {some}; initialise it on all or "
+            "none"
         )
+        error.on_every_rank = True
+        raise error
     if not running:
         _start(world, device)
         _initialised_here = True

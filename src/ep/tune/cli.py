@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from ep.bench.cases import Case
-from ep.bench.cli import TIMEOUT_S, TokenCounts, obstacle, run_command
+from ep.bench.command import (
+    MAX_PAIRS,
+    MAX_SEED,
+    MAX_STEPS,
+    TokenCounts,
+    connect,
+    load_config,
+    obstacle,
+    run_command,
+)
 from ep.bench.sweep import Plan
 from ep.bootstrap import Backend, World
-from ep.bootstrap.launcher import detect
 from ep.config import MAX_TOKENS, TUNING_FILE, EpConfig, Protocol, configs_dir
 from ep.errors import CollectiveError, ConfigError, EpError, HeapError
 from ep.exchange import Exchange
@@ -104,18 +111,28 @@ class PerSmValues(click.ParamType[tuple[float, ...]]):
 )
 @click.option(
     "--steps",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MAX_STEPS),
     default=50,
     show_default=True,
     help="Timed replays of a graph a candidate.",
 )
 @click.option(
-    "--warmup", type=click.IntRange(0), default=5, show_default=True, help="Replays before them."
+    "--warmup",
+    type=click.IntRange(0, MAX_STEPS),
+    default=5,
+    show_default=True,
+    help="Replays before them.",
 )
 @click.option(
-    "--pairs", type=click.IntRange(1), default=20, show_default=True, help="Steps in a graph."
+    "--pairs",
+    type=click.IntRange(1, MAX_PAIRS),
+    default=20,
+    show_default=True,
+    help="Steps in a graph.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of all data.")
+@click.option(
+    "--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Of all data."
+)
 @click.option("--norm/--no-norm", default=True, show_default=True, help="RMSNorm in combine.")
 @click.option(
     "--share-gpus", is_flag=True, default=None, help="Let several ranks use one GPU, to try it out."
@@ -178,7 +195,7 @@ def command(
         raise click.BadParameter(f"{margin} is no number", param_hint="--margin")
     plan = TunePlan(Plan(source, case, tokens, steps, warmup, pairs=pairs), per_sm, margin)
     try:
-        world = World.connect(Backend.GPU, timeout_s=TIMEOUT_S, share_gpus=share_gpus)
+        world = connect(Backend.GPU, share_gpus=share_gpus)
     except EpError as error:
         raise click.ClickException(
             f"only the kernels of the GPU backend have grids to tune: {error}"
@@ -190,12 +207,7 @@ def command(
 
 
 def _load(source: str, max_tokens: int) -> EpConfig:
-    try:
-        launch = detect(os.environ)
-        ranks = 1 if launch is None else launch.size
-        config = EpConfig.load(source, ranks=ranks, max_tokens=max_tokens)
-    except ConfigError as error:
-        raise click.BadParameter(str(error), param_hint="--config") from error
+    config = load_config(source, max_tokens)
     if config.protocol is not Protocol.FENCE_FREE:
         raise click.BadParameter(
             f"protocol is {config.protocol}; only the grids of fence_free are tuned",

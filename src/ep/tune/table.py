@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ep.bootstrap.channel import poll_until
 from ep.kernels.tuning import ROLES, Tuning, read_table
 
 if TYPE_CHECKING:
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from ep.kernels.compile import Kind
     from ep.kernels.tuning import Point
 
+LOCK_TIMEOUT_S = 30.0
+"""A merge takes milliseconds; who holds the lock longer is stopped."""
 HEADER = """\
 # Grids of the GPU kernels that were measured to be faster than the formula's (ep.kernels.grid), or
 # not slower. `python -m ep.tune` makes this file and writes it anew: nothing else in it is kept.
@@ -40,21 +45,50 @@ def dumps(table: Mapping[str, Tuning]) -> str:
 def merge(path: Path, arch: str, tuning: Tuning) -> None:
     """Replace the entry of `arch` in the file, or add it; the file appears in one piece. Local.
 
+    Processes that do so at once wait for each other, so that no entry is lost.
+
     Raises
     ------
     ConfigError
         If the file exists and is no table; it stays as it is.
     OSError
-        If it cannot be written.
+        If it cannot be written, or another process keeps it locked for `LOCK_TIMEOUT_S`.
     """
-    text = dumps(read_if_there(path) | {arch: tuning})
     # A link stays one.
     path = path.resolve()
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+    with (
+        _locked(path),
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch,
+    ):
         new = Path(scratch) / path.name
         # Unlike a temporary file, it has the permissions that any file here gets.
-        new.write_text(text, encoding="utf-8")
+        new.write_text(dumps(read_if_there(path) | {arch: tuning}), encoding="utf-8")
         new.replace(path)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    # A file of its own, which stays: the table's is another one after each merge, and who removes a
+    # lock may take it from one who waits.
+    lock = path.with_name(f".{path.name}.lock")
+    descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+    def taken() -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            # A file system without locks: nobody there can do better.
+            pass
+        return True
+
+    try:
+        if not poll_until(taken, LOCK_TIMEOUT_S):
+            raise TimeoutError(f"another process has kept {lock} locked for {LOCK_TIMEOUT_S:g} s")
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def read_if_there(path: Path) -> dict[str, Tuning]:
@@ -69,8 +103,6 @@ def check_writable(path: Path) -> None:
     ------
     ConfigError, OSError
     """
-    if path.exists() and not path.is_file():
-        raise PermissionError(f"{path} is not a plain file")
     read_if_there(path)
     folder = path.resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
