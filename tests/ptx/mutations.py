@@ -157,7 +157,6 @@ _RULES: _Rules = [
 FREE_RULES: _Rules = [
     *_RULES,
     ("shared store", r"st\.shared[^;]*;", {"removed": ""}),
-    ("step load", r"ld\.relaxed\.gpu(?P<rest>\.global\.v4)", {"weak": r"ld\g<rest>"}),
     (
         "stop",
         r"st\.relaxed\.gpu(?P<rest>\.global[^;]*;)",

@@ -93,6 +93,14 @@ _TAKE = (
     " of morally strong ones only, so that a weak store, or one in pieces, could be lost."
 )
 _CLAIM = "Threads that all claim the record write the same words into it, but for the time."
+_CLAIM_OF_COMBINE = (
+    "It also stops the next combine, which finds no rows after a dispatch that has stopped, and "
+    "whose waits end at once."
+)
+_STOPPED = (
+    "Kernels behind this one see it by the order of the stream; for one under way either value is "
+    "right. Strong, so that it is no race."
+)
 _LOOK = "Who does not hear that another one gave up does so by its own clock."
 _BITS = "Many threads set each bit, and the machine remembers but the last writes of a word."
 _TRIGGER = "It only lets the next kernel start sooner."
@@ -112,13 +120,17 @@ SURVIVORS: dict[str, dict[str, str]] = {
     "dispatch-late": {},
     "combine-late": {},
     "dispatch-report": {
-        **{f"claim {number} removed": _CLAIM for number in range(2)},
+        "claim 0 cta": _CLAIM,
         **{f"step read {number} weak": _LOOK for number in range(2)},
-        **{f"bits {number} cta": _BITS for number in range(4)},
+        **{f"stop {number} removed": _LOOK for number in range(2)},
+        "stop 2 weak": _STOPPED,
+        **{f"bits {number} cta": _BITS for number in range(2)},
     },
     "combine-report": {
-        "claim 0 removed": _CLAIM,
+        "claim 0 removed": _CLAIM_OF_COMBINE,
         "step read 0 weak": _LOOK,
+        "stop 0 removed": _LOOK,
+        "stop 1 weak": _STOPPED,
         **{f"bits {number} cta": _BITS for number in range(2)},
     },
 }

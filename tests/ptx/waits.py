@@ -34,7 +34,7 @@ def impatient(
 
 
 def _hurry(text: str) -> str:
-    text, looks = re.subn(r"(and\.b32\s+%r\d+, %r\d+, )1023;", rf"\g<1>{POLLS - 1};", text)
+    text, looks = re.subn(r"(setp\.lt\.u32\s+%p\d+, %r\d+, )1023;", rf"\g<1>{POLLS - 1};", text)
     text, gathers = re.subn(r"(add\.s64\s+%rd\d+, %rd\d+, )2000000;", rf"\g<1>{GATHER_NS};", text)
     assert looks >= gathers == 1
     return text

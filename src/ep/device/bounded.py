@@ -1,5 +1,6 @@
 """Waits of single threads that end: each poll loop asks here now and then whether to give up.
 
+Polls go in rounds of `POLLS_PER_CLOCK`; only between two of them is anything else looked at.
 A thread that gives up keeps whom it waited for, waits for nobody any more, and reports at the end
 of the kernel: what is seldom needed stays out of the loops, whose code must be at hand at once.
 """
@@ -12,7 +13,7 @@ from cutlass import Boolean, Constexpr, Int32, Int64, Uint32, Uint64, cute, rang
 
 from ep.device import ptx, wire
 from ep.device.home import STEP_LINES, STOPPED_WORD, Control, Home
-from ep.device.sync import POLLS_PER_CLOCK, WARP
+from ep.device.sync import WARP
 from ep.record import EXPIRED, Phase, Word
 
 _GATHER_NS = 2_000_000
@@ -28,7 +29,6 @@ class Watch:
     ----------
     phase : Phase
     home : Home
-    step : Int64
     record : Int64
         Device address of the hang record.
     timeout_ns : Int64
@@ -38,7 +38,6 @@ class Watch:
 
     phase: Phase
     home: Home
-    step: Int64
     record: Int64
     timeout_ns: Int64
     grace_ns: Int64
@@ -49,21 +48,26 @@ class Watch:
         return -(-self.home.layout.config.ranks // WARP)
 
     @property
+    def step(self) -> Int64:
+        """Number of the step, read again: waits are seldom long, and registers are scarce."""
+        if self.phase is Phase.DISPATCH:
+            return ptx.load_b64(self.home.control(Control.COMBINED)) + 1
+        return ptx.load_b64(self.home.control(Control.DISPATCHED))
+
+    @property
     def expired(self) -> Int64:
         """Address of the word that says that a wait has expired."""
         return self.home.control(Control.EXPIRED)
 
 
 @cute.jit
-def is_over(polls: Int32, since_ns: Uint64, watch: Watch) -> tuple[Boolean, Uint64]:
-    """Whether a thread that has polled in vain `polls` times gives up.
+def is_over(since_ns: Uint64, watch: Watch) -> tuple[Boolean, Uint64]:
+    """Whether a thread that has polled in vain `POLLS_PER_CLOCK` times, once more, gives up.
 
     Parameters
     ----------
-    polls : Int32
     since_ns : Uint64
-        What the last call gave, in whatever wait of this kernel; 0 at first. The clock runs from
-        the first look at it, so that all waits of a kernel end in the time of one.
+        What the last call gave; 0 at first. The clock runs from the first look at it.
     watch : Watch
 
     Returns
@@ -71,20 +75,15 @@ def is_over(polls: Int32, since_ns: Uint64, watch: Watch) -> tuple[Boolean, Uint
     over : Boolean
     since_ns : Uint64
     """
-    over = Boolean(False)
-    if polls % POLLS_PER_CLOCK == 0:
-        now_ns = ptx.globaltimer()
-        if since_ns == 0:
-            since_ns = now_ns
-        limit_ns = watch.timeout_ns
-        if watch.step == 1:
-            limit_ns = limit_ns + watch.grace_ns
-        over = now_ns - since_ns >= Uint64(limit_ns)
-        # Others wait for the same ranks; whoever waits after them need not take as long.
-        if over:
-            ptx.store_b32(watch.expired, Uint32(1), "relaxed", "gpu")
-        else:
-            over = ptx.load_b32(watch.expired, "relaxed", "gpu") != 0
+    now_ns = ptx.globaltimer()
+    if since_ns == 0:
+        since_ns = now_ns
+    over = now_ns - since_ns >= _limit_ns(watch)
+    # Others wait for the same ranks; whoever waits after them need not take as long.
+    if over:
+        ptx.store_b32(watch.expired, Uint32(1), "relaxed", "gpu")
+    else:
+        over = ptx.load_b32(watch.expired, "relaxed", "gpu") != 0
     return over, since_ns
 
 
@@ -94,7 +93,15 @@ def nobody(num_words: int) -> list[Uint32]:
 
 
 @cute.jit
-def report(awaited: list[Uint32], since_ns: Uint64, watch: Watch) -> None:
+def _limit_ns(watch: Watch) -> Uint64:
+    limit_ns = watch.timeout_ns
+    if watch.step == 1:
+        limit_ns = limit_ns + watch.grace_ns
+    return Uint64(limit_ns)
+
+
+@cute.jit
+def report(awaited: list[Uint32], watch: Watch) -> None:
     """Say whom this thread has waited for; the first thread that does fills the hang record.
 
     It also stops the kernels after this one. Called by single threads, those that gave up, at the
@@ -119,7 +126,7 @@ def report(awaited: list[Uint32], since_ns: Uint64, watch: Watch) -> None:
         ptx.store_v2(watch.record + 4 * Word.STEP, wire.words_of(watch.step))
         _record(watch, Word.RANK, Uint32(watch.home.rank))
         # More than an hour does not fit.
-        waited_us = min((ptx.globaltimer() - since_ns) // 1000, Uint64(0xFFFFFFFF))
+        waited_us = min(_limit_ns(watch) // 1000, Uint64(0xFFFFFFFF))
         _record(watch, Word.WAITED_US, Uint32(waited_us))
         ptx.store_b32(watch.record + 4 * Word.STATE, Uint32(EXPIRED), "release", "sys")
 

@@ -59,9 +59,10 @@ class Home:
     def load_step(self, line: Control) -> tuple[Int64, Boolean]:
         """Step in a line of the control field, and whether a kernel before this one gave up.
 
-        Relaxed, since the second may be set while this kernel runs.
+        Weak, so that the L1 serves all warps of an SM. The second may be set while this kernel
+        runs: a uniform race, in which either value is right.
         """
-        words = ptx.load_v4(self.control(line), "relaxed", "gpu")
+        words = ptx.load_v4(self.control(line))
         return wire.step_of(words), words[STOPPED_WORD] != 0
 
     def row(self, src_rank: Int32, token: Int32) -> Int64:

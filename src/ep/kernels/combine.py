@@ -8,7 +8,7 @@ them and take them out of the slots. Senders come first and never wait.
 from __future__ import annotations
 
 import cuda.bindings.driver as cuda
-from cutlass import Float32, Int32, Int64, Uint64, const_expr, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from ep.device import bounded, ptx, rows
 from ep.device.bounded import Watch
@@ -144,8 +144,6 @@ class EpCombine:
         clock = Stamps.of_cta(stamps, on=self.options.stamps)
         clock.mark(Stamp.START)
         home = Home.load(self.layout, table, rank)
-        step, since_ns = Int64(0), Uint64(0)
-        lost = bounded.nobody(self.sender.num_words)
         if cta < num_senders:
             peers = rows.load_peers(table, self.config.ranks, rank)
             if const_expr(self.options.has_warm):
@@ -160,15 +158,14 @@ class EpCombine:
             if const_expr(self.options.has_warm):
                 self.reducer.warm(partials, ids, out, home, first, num_tokens)
             self._begin(clock)
-            step, stopped = home.load_step(Control.DISPATCHED)
-            watch = Watch(Phase.COMBINE, home, step, record, timeout_ns, grace_ns)
-            lost, since_ns = self.reducer.reduce(
+            _, stopped = home.load_step(Control.DISPATCHED)
+            watch = Watch(Phase.COMBINE, home, record, timeout_ns, grace_ns)
+            lost = self.reducer.reduce(
                 *(partials, ids, out, eps, first, num_reducers, num_tokens, gains),
                 *(peers, stopped, watch, clock),
             )
-        if not rows.is_empty(lost):
-            watch = Watch(Phase.COMBINE, home, step, record, timeout_ns, grace_ns)
-            bounded.report(lost, since_ns, watch)
+            if not rows.is_empty(lost):
+                bounded.report(lost, watch)
         if const_expr(self.options.pdl == Pdl.LATE):
             # Not before the wait: an idle kernel that holds an SM could keep out a peer's
             # kernel that this one waits for, where ranks share a GPU.

@@ -18,7 +18,7 @@ from ep.device import bounded, norm, ptx, rows, wire
 from ep.device.bounded import Watch
 from ep.device.home import Control, Home
 from ep.device.stamps import Stamps
-from ep.device.sync import WARP
+from ep.device.sync import POLLS_PER_CLOCK, WARP
 from ep.kernels.combine_send import Chunks
 from ep.kernels.options import KernelOptions
 from ep.layout import CHUNK_BYTES, NOTHING, EpLayout
@@ -102,11 +102,10 @@ class TokenReducer:
         stopped: Boolean,
         watch: Watch,
         clock: Stamps,
-    ) -> tuple[list[Uint32], Uint64]:
+    ) -> list[Uint32]:
         """Sum, normalize and store the tokens of this CTA; make its own rows empty.
 
-        After a kernel that gave up every result is NaN. Gives the ranks that the thread gave up,
-        and since when it had waited.
+        After a kernel that gave up every result is NaN. Gives the ranks that the thread gave up.
         """
         config, home = self.config, watch.home
         tid, _, _ = cute.arch.thread_idx()
@@ -116,7 +115,7 @@ class TokenReducer:
         turn = Int32(0)
         token = first
         here = rows.present(peers)
-        lost, since_ns = bounded.nobody(watch.num_words), Uint64(0)
+        lost = bounded.nobody(watch.num_words)
         if stopped:
             here = [Uint32(0) for _ in here]
         expert = rows.load_expert(ids, token, num_tokens, config.top_k)
@@ -126,7 +125,7 @@ class TokenReducer:
             expert = rows.load_expert(ids, token + num_reducers, num_tokens, config.top_k)
             row = home.row(home.rank, token)
             local = partials + row * (2 * config.hidden)
-            sums, lost, since_ns = self._sum_slots(masks, token, local, lost, since_ns, watch)
+            sums, lost = self._sum_slots(masks, token, local, lost, watch)
             if stopped:
                 sums = [[Uint32(NOTHING)] * len(chunk) for chunk in sums]
             if token == first:
@@ -144,7 +143,7 @@ class TokenReducer:
                 rows.rearm_row(home.base, row, home.rank, tid, self.layout)
             token = token + num_reducers
             turn = 1 - turn
-        return lost, since_ns
+        return lost
 
     @cute.jit
     def _sum_slots(
@@ -153,9 +152,8 @@ class TokenReducer:
         token: Int32,
         local: Int64,
         lost: list[Uint32],
-        since_ns: Uint64,
         watch: Watch,
-    ) -> tuple[list[list[Uint32]], list[Uint32], Uint64]:
+    ) -> tuple[list[list[Uint32]], list[Uint32]]:
         """Sum the thread's chunks over the ranks of `masks`, in rank order, and round to BF16."""
         slots = self.layout.fields["slots"]
         slot = watch.home.field("slots") + Int64(token) * slots.strides_bytes[0]
@@ -178,14 +176,14 @@ class TokenReducer:
                     addrs.append(at + Int64(self.chunks.idx(idx)) * CHUNK_BYTES)
                     dst_ranks.append(dst_rank)
                 masks = rest
-            parts, missing, since_ns = self._poll(addrs, wanted, awaited, lost, since_ns, watch)
+            parts, missing = self._poll(addrs, wanted, awaited, watch)
             lost = self._with_missing(lost, missing, dst_ranks)
             for nth in range_constexpr(len(parts)):
                 idx = nth % self.chunks.passes
                 sums[idx] = norm.sum_chunks(sums[idx], parts[nth])
                 if (awaited >> nth) & 1 != 0:
                     wire.take(addrs[nth])
-        return [norm.round_chunk(chunk) for chunk in sums], lost, since_ns
+        return [norm.round_chunk(chunk) for chunk in sums], lost
 
     @cute.jit
     def _poll(
@@ -193,32 +191,40 @@ class TokenReducer:
         addrs: list[Int64],
         wanted: Uint32,
         awaited: Uint32,
-        lost: list[Uint32],
-        since_ns: Uint64,
         watch: Watch,
-    ) -> tuple[list[ptx.Vec4], Uint32, Uint64]:
+    ) -> tuple[list[ptx.Vec4], Uint32]:
         """Load the chunks of `wanted`, zeros for the others, until those of `awaited` are here.
 
         Those that time ran out for are given as a set. They stay as they were found: all ones,
-        which are NaN. A thread that has given up does not wait.
+        which are NaN.
         """
         parts = [(Uint32(0),) * 4 for _ in addrs]
-        polls, missing = Int32(0), Uint32(0)
+        since_ns, missing = Uint64(0), Uint32(0)
         pending = wanted
         while pending != 0:
-            for nth in range_constexpr(len(addrs)):
-                if (pending >> nth) & 1 != 0:
-                    parts[nth] = ptx.load_b128(addrs[nth])
-            pending = pending & awaited
-            for nth in range_constexpr(len(addrs)):
-                if wire.has_arrived(parts[nth]):
-                    pending = pending & ~Uint32(1 << nth)
-            polls += 1
+            polls = Int32(0)
+            while pending != 0 and polls < POLLS_PER_CLOCK:
+                parts, pending = self._look(parts, addrs, pending, awaited)
+                polls += 1
             if pending != 0:
-                over, since_ns = bounded.is_over(polls, since_ns, watch)
-                if over or not rows.is_empty(lost):
+                over, since_ns = bounded.is_over(since_ns, watch)
+                if over:
                     missing, pending = pending, Uint32(0)
-        return parts, missing, since_ns
+        return parts, missing
+
+    @cute.jit
+    def _look(
+        self, parts: list[ptx.Vec4], addrs: list[Int64], wanted: Uint32, awaited: Uint32
+    ) -> tuple[list[ptx.Vec4], Uint32]:
+        """Load the chunks of `wanted`; gives all parts, and those of `awaited` still to come."""
+        for nth in range_constexpr(len(addrs)):
+            if (wanted >> nth) & 1 != 0:
+                parts[nth] = ptx.load_b128(addrs[nth])
+        pending = wanted & awaited
+        for nth in range_constexpr(len(addrs)):
+            if wire.has_arrived(parts[nth]):
+                pending = pending & ~Uint32(1 << nth)
+        return parts, pending
 
     @cute.jit
     def _with_missing(

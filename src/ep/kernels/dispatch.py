@@ -9,7 +9,7 @@ all, tells the peers that this rank is in the step, and hears it of them.
 from __future__ import annotations
 
 import cuda.bindings.driver as cuda
-from cutlass import Int32, Int64, Uint64, const_expr, cute
+from cutlass import Int32, Int64, const_expr, cute
 
 from ep.device import bounded, ptx, rows
 from ep.device.bounded import Watch
@@ -132,7 +132,7 @@ class EpDispatch:
         clock = Stamps.of_cta(stamps, on=self.options.stamps)
         clock.mark(Stamp.START)
         home = Home.load(self.layout, table, rank)
-        step, since_ns = Int64(0), Uint64(0)
+        watch = Watch(Phase.DISPATCH, home, record, timeout_ns, grace_ns)
         lost = bounded.nobody(self.sender.num_words)
         if cta == 0:
             peers = rows.load_peers(table, self.config.ranks, rank)
@@ -143,8 +143,7 @@ class EpDispatch:
             if cute.arch.warp_idx() == 0 and not stopped:
                 self.herald.announce(peers, home, step, num_tokens)
                 clock.mark(Stamp.SENT)
-                watch = Watch(Phase.DISPATCH, home, step, record, timeout_ns, grace_ns)
-                lost, since_ns = self.herald.listen(peers, watch)
+                lost = self.herald.listen(peers, step, watch)
                 clock.mark(Stamp.LAST)
         elif cta <= num_senders:
             everyone = rows.Peers.load(table, self.config.ranks, rank)
@@ -163,15 +162,12 @@ class EpDispatch:
                 self.receiver.warm(home, receiver)
             self._begin(clock)
             last, stopped = home.load_step(Control.COMBINED)
-            step = last + 1
-            watch = Watch(Phase.DISPATCH, home, step, record, timeout_ns, grace_ns)
             if stopped:
                 self.receiver.empty_all(receiver, num_receivers, home)
             else:
-                lost, since_ns = self.receiver.receive(receiver, num_receivers, peers, watch, clock)
+                lost = self.receiver.receive(receiver, num_receivers, peers, last + 1, watch, clock)
         if not rows.is_empty(lost):
-            watch = Watch(Phase.DISPATCH, home, step, record, timeout_ns, grace_ns)
-            bounded.report(lost, since_ns, watch)
+            bounded.report(lost, watch)
         if const_expr(self.options.pdl == Pdl.LATE):
             # Not before the wait: an idle kernel that holds an SM could keep out a peer's
             # kernel that this one waits for, where ranks share a GPU.

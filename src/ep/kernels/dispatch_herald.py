@@ -12,7 +12,7 @@ from cutlass import Boolean, Int32, Int64, Uint32, Uint64, const_expr, cute, ran
 from ep.device import bounded, ptx, wire
 from ep.device.bounded import Watch
 from ep.device.home import Control, Home
-from ep.device.sync import WARP
+from ep.device.sync import POLLS_PER_CLOCK, WARP
 from ep.kernels.options import Boundaries, KernelOptions
 from ep.layout import PARITIES, EpLayout
 
@@ -82,39 +82,41 @@ class Herald:
             ptx.store_v2(home.control(Control.DISPATCHED), wire.words_of(step))
 
     @cute.jit
-    def listen(self, peers: list[Int64], watch: Watch) -> tuple[list[Uint32], Uint64]:
+    def listen(self, peers: list[Int64], step: Int64, watch: Watch) -> list[Uint32]:
         """Wait for every rank's announcement of this step; keep their tokens for combine.
 
-        Gives the ranks that the lane gave up, and since when it had waited.
+        Gives the ranks that the lane gave up.
         """
-        lost, since_ns = [], Uint64(0)
+        lost = []
         home, lane = watch.home, cute.arch.lane_idx()
         for word in range_constexpr(self.num_words):
             src_rank, absent = lane + WARP * word, Uint32(0)
             if src_rank < self.ranks and src_rank != home.rank:
-                line = wire.announcement(self.layout, wire.parity(watch.step), src_rank)
+                line = wire.announcement(self.layout, wire.parity(step), src_rank)
                 num_tokens = Uint32(0)
                 if peers[word] != 0:
-                    num_tokens, over, since_ns = self._hear(home.base + line, since_ns, watch)
+                    num_tokens, over = self._hear(home.base + line, step, watch)
                     absent = Uint32(over) << Uint32(lane)
                 ptx.store_b32(home.field("counts") + Int64(src_rank) * 4, num_tokens)
             lost.append(absent)
-        return lost, since_ns
+        return lost
 
     @cute.jit
-    def _hear(self, line: Int64, since_ns: Uint64, watch: Watch) -> tuple[Uint32, Boolean, Uint64]:
+    def _hear(self, line: Int64, step: Int64, watch: Watch) -> tuple[Uint32, Boolean]:
         """Wait for one announcement; gives the rank's tokens, 0 where time ran out."""
         # An acquire is for the kernels after us: what we heard of happened before all they do.
         order = "acquire" if self.options.boundaries == Boundaries.FENCED else "relaxed"
-        num_tokens, polls = Uint32(0), Int32(0)
+        num_tokens, since_ns = Uint32(0), Uint64(0)
         waiting, over = Boolean(True), Boolean(False)
         while waiting:
-            said = ptx.load_b128(line, order)
-            num_tokens = Uint32(wire.tokens_of(said))
-            waiting = not wire.is_of(said, watch.step)
-            polls += 1
+            polls = Int32(0)
+            while waiting and polls < POLLS_PER_CLOCK:
+                said = ptx.load_b128(line, order)
+                num_tokens = Uint32(wire.tokens_of(said))
+                waiting = not wire.is_of(said, step)
+                polls += 1
             if waiting:
-                over, since_ns = bounded.is_over(polls, since_ns, watch)
+                over, since_ns = bounded.is_over(since_ns, watch)
                 if over:
                     num_tokens, waiting = Uint32(0), Boolean(False)
-        return num_tokens, over, since_ns
+        return num_tokens, over

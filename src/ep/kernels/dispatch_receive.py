@@ -8,6 +8,7 @@ from ep.device import bounded, ptx, rows, wire
 from ep.device.bounded import Watch
 from ep.device.home import Control, Home
 from ep.device.stamps import Stamps
+from ep.device.sync import POLLS_PER_CLOCK
 from ep.kernels.options import KernelOptions
 from ep.layout import CHUNK_BYTES, NOTHING, PARITIES, EpLayout
 from ep.record import Stamp
@@ -61,12 +62,13 @@ class RowReceiver:
         receiver: Int32,
         num_receivers: Int32,
         peers: list[Int64],
+        step: Int64,
         watch: Watch,
         clock: Stamps,
-    ) -> tuple[list[Uint32], Uint64]:
+    ) -> list[Uint32]:
         """Receive the rows of this CTA: of some sources all, or of one source some.
 
-        Gives the ranks that the thread gave up, and since when it had waited.
+        Gives the ranks that the thread gave up.
         """
         # As many CTAs for each source as there are; where they are few, each has several sources.
         groups = min(num_receivers, self.num_sources)
@@ -74,9 +76,8 @@ class RowReceiver:
         nth = Int32(Uint32(receiver) % per_round)
         first = Int32(Uint32(receiver) // per_round)
         apart = max(Int32(Uint32(num_receivers) // per_round), 1)
-        parity = wire.parity(watch.step)
         here = rows.present(peers)
-        lost, since_ns = bounded.nobody(watch.num_words), Uint64(0)
+        lost = bounded.nobody(watch.num_words)
         while nth < self.num_sources:
             src_rank = nth
             if src_rank >= watch.home.rank:
@@ -84,9 +85,7 @@ class RowReceiver:
             token = first
             more = token < apart and rows.has_rank(here, src_rank)
             while more:
-                num_tokens, over, since_ns = self._receive_row(
-                    src_rank, token, parity, since_ns, watch
-                )
+                num_tokens, over = self._receive_row(src_rank, token, step, watch)
                 if token == first and nth == Int32(Uint32(receiver) % per_round):
                     clock.mark(Stamp.FIRST)
                 clock.mark(Stamp.LAST)
@@ -96,12 +95,12 @@ class RowReceiver:
                     lost = bounded.rank_bits(src_rank, watch.num_words)
                     nth = Int32(self.num_sources)
             nth = nth + groups
-        return lost, since_ns
+        return lost
 
     @cute.jit
     def _receive_row(
-        self, src_rank: Int32, token: Int32, parity: Uint32, since_ns: Uint64, watch: Watch
-    ) -> tuple[Int32, Boolean, Uint64]:
+        self, src_rank: Int32, token: Int32, step: Int64, watch: Watch
+    ) -> tuple[Int32, Boolean]:
         """Receive a row, if there is one; gives the source's tokens, 0 where time ran out.
 
         Each thread waits for its own chunks. The head says whether they come; where not even a head
@@ -109,7 +108,7 @@ class RowReceiver:
         others may have all that they waited for.
         """
         tid, _, _ = cute.arch.thread_idx()
-        home = watch.home
+        home, parity = watch.home, wire.parity(step)
         staged = home.base + wire.staged_row(
             self.layout, parity, src_rank, min(token, self.config.max_tokens - 1)
         )
@@ -119,26 +118,28 @@ class RowReceiver:
         addrs = [staged + Int64(min(chunk, self.layout.head_chunk)) * CHUNK_BYTES for chunk in mine]
         chunks = [(Uint32(NOTHING),) * 4 for _ in mine]
         num_tokens, is_row, source = Int32(0), Boolean(False), Uint32(0)
-        polls, over = Int32(0), Boolean(False)
+        since_ns, over = Uint64(0), Boolean(False)
         waiting = Boolean(True)
         while waiting:
-            here = Boolean(True)
-            for idx in range_constexpr(self.passes):
-                chunks[idx] = ptx.load_b128(addrs[idx])
-                here = here and wire.has_arrived(chunks[idx])
-            head = ptx.load_b128(staged + self.layout.head_chunk * CHUNK_BYTES)
-            said = ptx.load_b128(line)
-            is_told = wire.is_of(head, watch.step)
-            source = wire.source_of(head)
-            is_row = is_told and source != wire.NO_TOKEN
-            num_tokens = wire.tokens_of(said)
-            is_none = wire.is_of(said, watch.step) and token >= num_tokens
-            if is_told:
-                num_tokens = wire.tokens_of(head)
-            waiting = not (is_none or (is_told and (here or not is_row)))
-            polls += 1
+            polls = Int32(0)
+            while waiting and polls < POLLS_PER_CLOCK:
+                here = Boolean(True)
+                for idx in range_constexpr(self.passes):
+                    chunks[idx] = ptx.load_b128(addrs[idx])
+                    here = here and wire.has_arrived(chunks[idx])
+                head = ptx.load_b128(staged + self.layout.head_chunk * CHUNK_BYTES)
+                said = ptx.load_b128(line)
+                is_told = wire.is_of(head, step)
+                source = wire.source_of(head)
+                is_row = is_told and source != wire.NO_TOKEN
+                num_tokens = wire.tokens_of(said)
+                is_none = wire.is_of(said, step) and token >= num_tokens
+                if is_told:
+                    num_tokens = wire.tokens_of(head)
+                waiting = not (is_none or (is_told and (here or not is_row)))
+                polls += 1
             if waiting:
-                over, since_ns = bounded.is_over(polls, since_ns, watch)
+                over, since_ns = bounded.is_over(since_ns, watch)
                 if over:
                     num_tokens, is_row, waiting = Int32(0), Boolean(False), Boolean(False)
                     chunks = [self._nothing(chunk) for chunk in mine]
@@ -150,7 +151,7 @@ class RowReceiver:
                     wire.take(addrs[idx])
                 elif mine[idx] == self.layout.head_chunk and is_row:
                     rows.store_source(home.base, row, source, self.layout)
-        return num_tokens, over, since_ns
+        return num_tokens, over
 
     @cute.jit
     def _nothing(self, chunk_idx: Int32) -> ptx.Vec4:
