@@ -132,7 +132,8 @@ class Lifecycle:
     def close(self) -> None:
         """Give the buffer back. Collective the first time; nothing after that.
 
-        Views that `dispatch` returned must not be used any more.
+        Views that `dispatch` returned must not be used any more. Nor may graphs that hold calls of
+        this exchange be launched; they are released before it or after.
 
         Raises
         ------
@@ -181,7 +182,8 @@ class Lifecycle:
         with self._in_use():
             if self._engine is None:
                 raise StateError("this Exchange is closed; make a new one")
-            self.world.check_process()
+            # Its memory may have ended with the world, and a kernel would not notice.
+            self.world.check_open()
             if self._broken is not None:
                 raise StateError(
                     f"this Exchange stopped at: {self._broken}; reset it with all ranks, exclude "

@@ -19,6 +19,7 @@ from ep.kernels.options import Fences, KernelOptions, Pdl, Warm
 from ep.memory.cuda import driver
 from ep.routing import Routing
 from tests.gpu.common import agree, config_of, installed, where
+from tests.gpu.life import lifetimes, odd_ends
 from tests.gpu.limits import limits
 from tests.gpu.long_runs import consumers, long_run, neighbour
 from tests.gpu.recovery import resets
@@ -355,6 +356,8 @@ CASES: dict[str, Any] = {
     "consumers": consumers,
     "neighbour": neighbour,
     "limits": limits,
+    "lifetimes": lifetimes,
+    "odd_ends": odd_ends,
     "foreign_arrays": foreign_arrays,
     "steps": steps,
     "steps_k3": lambda world: steps(world, "kimi_k3"),

@@ -155,7 +155,8 @@ def test_dispatch_accesses(arch):
     # Chunk, head and announcement; the herald acquires.
     assert found["ld.relaxed.sys.global.b128"] == 3
     assert found.pop("ld.acquire.sys.global.b128") == 1
-    assert found["ld.global.v4.b32"] == 4
+    # Two of the tokens' loads, twice; the step of each of three roles.
+    assert found["ld.global.v4.b32"] == 4 + 3
     check_nothing_else_is_strong(found)
 
 
@@ -166,8 +167,8 @@ def test_combine_accesses(norm, arch):
     # To the slot, and all ones into each of two slots that were read.
     assert found["st.relaxed.sys.global.b128"] == 1 + 2
     assert found["ld.relaxed.sys.global.b128"] == 2
-    # The first row, the first of more, the next one.
-    assert found["ld.global.v4.b32"] == 3 + norm
+    # The first row, the first of more, the next one; the step of each of two roles.
+    assert found["ld.global.v4.b32"] == 3 + norm + 2
     check_nothing_else_is_strong(found)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,17 +38,54 @@ def log_end(error: BaseException, rank: int, size: int) -> None:
     )
 
 
-def at_uncaught_error(end: Callable[[], None]) -> None:
-    """Have `end` called after the traceback of an exception that ends this process.
+class _Watched(NamedTuple):
+    """A world whose end in disorder is told."""
 
-    At exit MPI would wait for all ranks, and so this one's traceback for their timeouts.
+    is_open: Callable[[], bool]
+    end_job: Callable[[], None]
+    rank: int
+    size: int
+    process: int
+
+
+_watched: list[_Watched] = []
+_installed: list[Any] = []
+"""The hook that this module has put into `sys.excepthook` last."""
+
+
+def watch(is_open: Callable[[], bool], end_job: Callable[[], None], rank: int, size: int) -> None:
+    """Have `end_job` called after the traceback of an exception that ends this process.
+
+    At exit MPI would wait for all ranks, and so this one's traceback for their timeouts. `sys.exit`
+    and the end of the program pass that by: where they find the world open, it is said.
     """
-    hook = sys.excepthook
+    if not _installed:
+        atexit.register(_tell_open)
+    if [sys.excepthook] != _installed:
+        _install(sys.excepthook)
+    # Those that are closed are let go: a process may connect for ever.
+    _watched[:] = [one for one in _watched if one.is_open()]
+    _watched.append(_Watched(is_open, end_job, rank, size, os.getpid()))
 
-    def end_job(
+
+def _install(hook: Any) -> None:
+    def end_jobs(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         hook(kind, error, trace)
-        end()
+        for one in _watched:
+            one.end_job()
 
-    sys.excepthook = end_job
+    _installed[:] = [end_jobs]
+    sys.excepthook = end_jobs
+
+
+def _tell_open() -> None:
+    for one in _watched:
+        if one.is_open() and one.process == os.getpid():
+            logger.warning(
+                "rank %d of %d exits with its world open; ranks that wait for it will time out: "
+                "close the World on every rank, or use it as a context manager",
+                one.rank,
+                one.size,
+            )

@@ -40,7 +40,8 @@ class MpiChannel:
         self._process = os.getpid()
         self._expired = False
         self._child_code = 0
-        self._pending: list[Any] = []
+        # What MPI may still read and write, and the requests that tell.
+        self._pending: list[tuple[Any, list[dict[int, Any]]]] = []
         self._excluded: frozenset[int] = frozenset()
         self._meetings = 0
         # Before mpi4py's own end, which is called when the interpreter has run these.
@@ -79,8 +80,8 @@ class MpiChannel:
                     del requests[rank]
             return not receives and not sends
 
-        # MPI still reads and writes these after a wait that was cut short, whatever cut it.
-        self._pending.append((payload, boxes, receives, sends))
+        # They stay after a wait that was cut short, whatever cut it.
+        self._pending.append(((payload, boxes), [receives, sends]))
         if poll_until(done, timeout_s):
             self._pending.pop()
             return [bytes(box) for box in boxes]
@@ -98,15 +99,14 @@ class MpiChannel:
         messages from those of such a try, and who is behind catches up with the highest.
         """
         peers = self._peers(excluded)
+        self._drop_done(excluded)
         self._meetings += 1
         heard: dict[int, tuple[int, ...]] = {}
 
         def say() -> None:
             words = _MEETING.pack(self._meetings, self._round, *_split(excluded))
-            # Read by MPI for as long as it likes.
-            self._pending.append(
-                (words, [self._comm.Isend(words, dest=rank, tag=_MEETING_TAG) for rank in peers])
-            )
+            sends = {rank: self._comm.Isend(words, dest=rank, tag=_MEETING_TAG) for rank in peers}
+            self._pending.append((words, [sends]))
 
         def have_met() -> bool:
             news = False
@@ -134,6 +134,18 @@ class MpiChannel:
         self._round = max(self._round, *(heard[rank][1] for rank in peers), 0)
         self._excluded = excluded
 
+    def _drop_done(self, excluded: frozenset[int]) -> None:
+        """Let go of what MPI neither reads nor writes any more. The excluded are not asked for."""
+
+        def is_done(requests: list[dict[int, Any]]) -> bool:
+            return all(
+                rank not in excluded and request.Test()
+                for some in requests
+                for rank, request in some.items()
+            )
+
+        self._pending = [(data, some) for data, some in self._pending if not is_done(some)]
+
     def _peers(self, excluded: frozenset[int]) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank and rank not in excluded]
 
@@ -156,8 +168,14 @@ class MpiChannel:
         self._expired = True
 
     def close(self) -> None:
-        """Leave the duplicate to MPI_Finalize: freeing it is collective, and a rank may be dead."""
+        """Keep the duplicate for the next World: freeing it is collective, and a rank may be dead.
+
+        MPI has some thousands of them at most.
+        """
         self._expired = False
+        # The same on every rank, as the order of closing is, and so is who takes it again.
+        if not self._excluded:
+            _closed.append(self)
 
     def _at_exit(self) -> None:
         if os.getpid() != self._process:
@@ -182,6 +200,8 @@ class MpiChannel:
             self.abort(1)
 
 
+_closed: list[MpiChannel] = []
+"""Channels to be used again; their rounds go on, so that nothing old is taken for news."""
 _MEETING_TAG = 1
 _MEETING = struct.Struct("<QQQQ")
 """Number of the meeting, last round of `allgather`, excluded ranks as two words of bits."""
@@ -229,7 +249,7 @@ def open_mpi_channel(launch: Launch, timeout_s: float) -> MpiChannel:
             f"({library}) says rank {rank} of {size}: mpirun and the MPI library that mpi4py loads "
             "belong to different installations; use the mpirun of that library"
         )
-    return MpiChannel(mpi, timeout_s)
+    return _closed.pop() if _closed else MpiChannel(mpi, timeout_s)
 
 
 def _start_mpi(launch: Launch, timeout_s: float) -> Any:

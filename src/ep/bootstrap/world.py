@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any, Self
 
 from ep.bootstrap.device import choose_device, gpu_obstacle
-from ep.bootstrap.ending import at_uncaught_error, exit_code, log_end
+from ep.bootstrap.ending import exit_code, log_end, watch
 from ep.bootstrap.opening import open_channel
 from ep.bootstrap.ranks import (
     Backend,
@@ -160,7 +160,7 @@ class World:
         channel = open_channel(os.environ, timeout_s)
         world = cls(channel, backend, timeout_s, share_gpus=share_gpus)
         if world.size > 1:
-            at_uncaught_error(world._end_job)
+            watch(lambda: not world._closed, world._end_job, world.rank, world.size)
         return world
 
     def allgather(self, value: Any, what: str = "allgather") -> list[Any]:
@@ -182,9 +182,7 @@ class World:
         StateError
             If the world is closed, or a collective was cut short before: ranks may have gone on.
         """
-        if self._closed:
-            raise StateError("this World is closed; connect a new one")
-        self.check_process()
+        self.check_open()
         if self._stopped is not None:
             raise StateError(f"this World stopped at: {self._stopped}; end the job")
         try:
@@ -254,6 +252,12 @@ class World:
         """Whether threads of this process play all ranks."""
         return len({(place.machine, place.process) for place in self.places}) == 1
 
+    def check_open(self) -> None:
+        """Raise `StateError` if this World is closed, or as `check_process`."""
+        if self._closed:
+            raise StateError("this World is closed, so are its exchanges; connect a new one")
+        self.check_process()
+
     def check_process(self) -> None:
         """Raise `StateError` in a child that this process has forked: the job is the parent's."""
         if os.getpid() != self._process:
@@ -287,9 +291,7 @@ class World:
         EpTimeout
             Naming the ranks that did not come. The call may be repeated.
         """
-        if self._closed:
-            raise StateError("this World is closed; connect a new one")
-        self.check_process()
+        self.check_open()
         ranks = self.excluded | ranks_to_exclude(excluded, self.rank, self.size)
         try:
             self._channel.regroup(ranks, self._timeout_s)

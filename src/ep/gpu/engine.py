@@ -251,6 +251,10 @@ class GpuEngine:
         cuda.free(self._table)
         self._record.close()
         cuda.driver("EventDestroy", self._ended)
+        # The driver keeps them for the process otherwise, some for each exchange.
+        for launchers in self._launch.values():
+            for launch in launchers.values():
+                launch.close()
 
     def _dispatch_grid(self, tokens: int) -> tuple[tuple[int, ...], int]:
         """Arguments that the protocol's kernel takes more than the other's, and CTAs."""

@@ -240,6 +240,10 @@ class Launcher:
         """Load into the current context now, so that a graph capture need not."""
         driver("KernelGetFunction", self._kernel)
 
+    def close(self) -> None:
+        """Unload. No launch may be under way, and no graph that holds one be launched again."""
+        driver("LibraryUnload", self._library)
+
     def resident_ctas(self, num_sms: int) -> int:
         """CTAs of this kernel that the current device, of `num_sms` SMs, holds at once."""
         function = driver("KernelGetFunction", self._kernel)
