@@ -4,6 +4,8 @@ import gc
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 import ep
 from ep.bench.bridge import GpuBridge
 from ep.bench.cases import Case
@@ -80,7 +82,8 @@ def with_a_graph(world, bridge, config, *, graph_first):
     """A graph may be released before or after the exchange is closed; only not launched after."""
     exchange = ep.Exchange(world, config)
     chain = Chain(exchange, bridge, [Case(config=config).step(n, 5) for n in range(3)])
-    graph = Graph.capture(bridge.stream, partial(chain.run, 3))
+    spare = [bridge.put(np.zeros(8, np.int32))]
+    graph = Graph.capture(bridge.stream, partial(capture, chain, spare))
     world.barrier()
     for _ in range(2):
         graph.launch(bridge.stream)
@@ -94,6 +97,14 @@ def with_a_graph(world, bridge, config, *, graph_first):
     if not graph_first:
         graph.close()
     driver("CtxSynchronize")
+
+
+def capture(chain, spare):
+    """Memory that the collector frees in the middle does not spoil a capture."""
+    chain.run(1)
+    spare.clear()
+    gc.collect()
+    chain.run(3)
 
 
 def with_work_enqueued(world, bridge, config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -13,7 +14,7 @@ import numpy as np
 from ep.errors import ArgumentError, DeviceError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -311,12 +312,35 @@ class _Allocation:
 
     def __init__(self, size_bytes: int) -> None:
         self.address = int(driver("MemAlloc", size_bytes))
+        self._context = driver("CtxGetCurrent")
 
     def __del__(self) -> None:
         try:
-            free(self.address)
+            with _anywhere(self._context):
+                free(self.address)
         except Exception:  # noqa: BLE001 - at interpreter exit the driver may be gone
             logger.debug("device memory at %#x was not freed", self.address)
+
+
+@contextlib.contextmanager
+def _anywhere(context: Any) -> Iterator[None]:
+    """Let the block free memory in whatever thread, also in the middle of a capture.
+
+    For the garbage collector, which chooses neither. Otherwise a call that may wait for the device
+    would spoil the capture.
+    """
+    from cuda.bindings import driver as cuda
+
+    driver("CtxPushCurrent", context)
+    try:
+        relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        mode = driver("ThreadExchangeStreamCaptureMode", relaxed)
+        try:
+            yield
+        finally:
+            driver("ThreadExchangeStreamCaptureMode", mode)
+    finally:
+        driver("CtxPopCurrent")
 
 
 @functools.cache
