@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,8 +70,9 @@ class Exchange(Lifecycle):
     Raises
     ------
     CollectiveError
-        On every rank, if a field of `config` or the version of `ep` differs on one, naming the
-        field, its values and ranks; or if `config.ranks` is not the world's size.
+        On every rank, if a field of `config` or a version differs on one, on GPUs also the
+        architecture or the size of the symmetric heap, naming it, its values and ranks; or if
+        `config.ranks` is not the world's size.
     HeapError
         On every rank, if symmetric memory is short on one.
 
@@ -101,6 +104,7 @@ class Exchange(Lifecycle):
             **{f"EpConfig.{name}": value for name, value in dataclasses.asdict(config).items()},
             "version of ep": __version__,
             "kernel_options": kernel_options and dataclasses.asdict(kernel_options),
+            **_facts_of_backend(world),
         }
         world.agree_on(facts, "an Exchange's configuration")
         if config.ranks != world.size:
@@ -246,6 +250,20 @@ class Exchange(Lifecycle):
                 engine.combine(partials, ids, norm_weight, eps, target, stream)
                 self._sent = self._sent_values = self._sent_stream = None
             return out
+
+
+def _facts_of_backend(world: World) -> dict[str, Any]:
+    """What must be alike on all ranks beside the configuration."""
+    if world.backend is Backend.HOST:
+        return {"byte order": sys.byteorder}
+    from ep.memory.nvshmem import TESTED, installed
+
+    assert world.device is not None
+    return {
+        "GPU architecture": world.device.arch,
+        "NVSHMEM_SYMMETRIC_SIZE": os.environ.get("NVSHMEM_SYMMETRIC_SIZE", ""),
+        **{f"version of {name}": installed(name) for name in TESTED},
+    }
 
 
 def _for_users(view: Any) -> Any:

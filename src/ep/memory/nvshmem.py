@@ -69,6 +69,14 @@ class NvshmemMemory(cuda.DeviceMemory):
             bindings.free(own)
 
 
+def installed(name: str) -> str:
+    """Version of an installed package, or "none"."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
 def check_versions() -> None:
     """Compare the installed versions with the tested ones.
 
@@ -78,10 +86,7 @@ def check_versions() -> None:
         Naming the package that is missing or differs, unless `EP_UNTESTED_VERSIONS=1`.
     """
     for name, tested in TESTED.items():
-        try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found = "none"
+        found = installed(name)
         if found == tested:
             continue
         words = f"{name} {found} is installed, tested is {tested} together with " + ", ".join(
