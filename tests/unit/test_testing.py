@@ -66,6 +66,7 @@ def test_the_cause_is_told_not_the_others_timeouts(error, caplog):
         "top_k": 1,
         "max_tokens": 2,
         "timeout_s": 0.3,
+        "grace_s": 0,
     }
 
     def play(world):

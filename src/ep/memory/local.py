@@ -34,17 +34,22 @@ class LocalMemory(cuda.DeviceMemory):
             own = cuda.allocate(size_bytes)
         except DeviceError as problem:
             error = HeapError(f"cannot allocate {size_bytes} bytes on {device.name} ({problem})")
-        world.agree(error, "allocating device memory")
-        said = world.allgather([os.getpid(), device.ordinal, own], "exchanging addresses")
-        error = None
         try:
-            if len({pid for pid, _, _ in said}) > 1:
-                raise HeapError("a local heap serves the ranks of one process; use NVSHMEM")
-            for peer in {ordinal for _, ordinal, _ in said} - {device.ordinal}:
-                _enable_peer(device, peer)
-        except EpError as problem:
-            error = problem
-        world.agree(error, "enabling peer access")
+            world.agree(error, "allocating device memory")
+            said = world.allgather([os.getpid(), device.ordinal, own], "exchanging addresses")
+            error = None
+            try:
+                if len({pid for pid, _, _ in said}) > 1:
+                    raise HeapError("a local heap serves the ranks of one process; use NVSHMEM")
+                for peer in {ordinal for _, ordinal, _ in said} - {device.ordinal}:
+                    _enable_peer(device, peer)
+            except EpError as problem:
+                error = problem
+            world.agree(error, "enabling peer access")
+        except BaseException:
+            if own:
+                cuda.free(own)
+            raise
         return cls(device, own, [address for _, _, address in said], size_bytes)
 
     def close(self) -> None:
