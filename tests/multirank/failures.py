@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import ep
 import ep.memory.host as host
@@ -145,6 +146,29 @@ def unsent(world):
     print("named", flush=True)
 
 
+def cut_short(world):
+    """Messages of a round that was cut short are no news, though their tag comes round."""
+    channel: Any = world._channel
+    before = channel._round
+    world._timeout_s = 0.5
+    if world.rank == 1:
+        time.sleep(1)
+    with raises(ep.EpTimeout):
+        # Whoever comes late finds the others' words, but they have given up.
+        world.allgather([world.rank, "old"])
+        world.allgather([world.rank, "older"])
+    world._timeout_s = 20
+    world.regroup()
+    world.barrier()
+    # As if tags had come round.
+    channel._round = before
+    for number in range(3):
+        value = [world.rank, number] * (1 + 1000 * number)
+        said = world.allgather(value)
+        assert [one[0] for one in said] == list(range(world.size)), said
+        assert all(one[1] == number and len(one) == len(value) for one in said)
+
+
 CASES = {
     function.__name__: function
     for function in (
@@ -156,6 +180,7 @@ CASES = {
         forked,
         leave_with_256,
         unsent,
+        cut_short,
     )
 }
 

@@ -57,7 +57,7 @@ class MpiChannel:
         """See `Channel`."""
         # Tags tell rounds apart: what a timed-out round left behind is never taken for news.
         # 2 and up: 1 is for meetings.
-        tag = self._round = self._round % 10_000 + 1
+        tag = self._round = self._round % _ROUNDS + 1
         size_bytes = len(payload).to_bytes(8, "little")
         sizes = self._swap(size_bytes, [8] * self.size, 2 * tag, timeout_s, what)
         lengths = [int.from_bytes(size, "little") for size in sizes]
@@ -130,9 +130,25 @@ class MpiChannel:
             raise EpTimeout(REGROUPING, 0, self.rank, tuple(absent()), (), timeout_s)
         said = {rank: _join(*heard[rank][2:]) for rank in peers} | {self.rank: excluded}
         same_exclusions(dict(sorted(said.items())))
-        # No message of a round before this has a tag that is still to come.
+        # No message of a round before this has a tag that comes soon.
         self._round = max(self._round, *(heard[rank][1] for rank in peers), 0)
         self._excluded = excluded
+        for rank in peers:
+            self._drop_stale(rank)
+
+    def _drop_stale(self, rank: int) -> None:
+        """Take what rounds that were cut short have left; tags come round after 10 000 of them.
+
+        What a peer sent before it came to the meeting comes before what it sent there, and it may
+        be in the next round already.
+        """
+        status = self._mpi.Status()
+        following = 2 * (self._round % _ROUNDS + 1)
+        while self._comm.Iprobe(source=rank, tag=self._mpi.ANY_TAG, status=status):
+            if status.tag in (_MEETING_TAG, following, following + 1):
+                return
+            box = bytearray(status.Get_count(self._mpi.BYTE))
+            self._comm.Recv(box, source=rank, tag=status.tag)
 
     def _drop_done(self, excluded: frozenset[int]) -> None:
         """Let go of what MPI neither reads nor writes any more. The excluded are not asked for."""
@@ -202,6 +218,8 @@ class MpiChannel:
 
 _closed: list[MpiChannel] = []
 """Channels to be used again; their rounds go on, so that nothing old is taken for news."""
+_ROUNDS = 10_000
+"""Rounds whose tags differ; MPI has tags up to 32767 at least."""
 _MEETING_TAG = 1
 _MEETING = struct.Struct("<QQQQ")
 """Number of the meeting, last round of `allgather`, excluded ranks as two words of bits."""
