@@ -46,7 +46,7 @@ def mpirun(ranks, *command, timeout_s=60, env=None, python=sys.executable, under
     """
     launcher = shutil.which("mpirun", path=str(Path(python).parent)) or shutil.which("mpirun")
     if launcher is None:
-        pytest.fail("no mpirun: pip install 'ep[mpich]'")
+        pytest.fail("no mpirun: pip install '.[mpich]'")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     settings = clean | OPENMPI | {"OMP_NUM_THREADS": "1", "EP_CHECK": "1"} | (env or {})
     return run([launcher, "-np", str(ranks), *under, python, *command], timeout_s, settings)

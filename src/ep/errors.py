@@ -125,9 +125,13 @@ class EpTimeout(EpError, TimeoutError):
         dead = "".join(
             f"; rank {one}'s process on node {node} is gone" for one, node in (gone or {}).items()
         )
-        remedy = "look at those ranks' logs first, and raise the timeout only if they are slow"
-        if gone:
+        remedy = "look at those ranks' logs first"
+        if gone and step:
             remedy = "go on without the dead by Exchange.exclude, or end the job"
+        elif step:
+            remedy += "; if they are merely slow, go on by Exchange.reset, and raise the timeout"
+        elif not gone:
+            remedy += ", and raise the timeout only if they are slow"
         super().__init__(
             f"rank {rank}: {where} waited {waited_s:.1f} s for {name_ranks(awaited)}{last}{dead}; "
             f"{remedy}"

@@ -67,6 +67,13 @@ class Exchange(Lifecycle):
     kernel_options : KernelOptions, optional
         How the GPU backend's kernels are built; the best known choice if not given.
 
+    Attributes
+    ----------
+    world : World
+    config : EpConfig
+    layout : EpLayout
+        Of the buffer: `layout.rows` receive rows, `layout.row(src_rank, token_idx)`.
+
     Raises
     ------
     CollectiveError

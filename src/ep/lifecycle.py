@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 from ep.bootstrap import Backend, World
+from ep.bootstrap.ranks import ranks_to_exclude
 from ep.config import Protocol
 from ep.errors import EpError, EpTimeout, StateError
 
@@ -112,7 +113,8 @@ class Lifecycle:
             engine = self._engine
             if engine is None:
                 raise StateError("this Exchange is closed; make a new one")
-            world, ranks = self.world, list(ranks)
+            world = self.world
+            ranks = ranks_to_exclude(ranks, world.rank, world.size)
             is_yardstick = self.layout.config.protocol is Protocol.FLAGS
             if is_yardstick and world.backend is Backend.GPU and (ranks or world.excluded):
                 raise StateError(

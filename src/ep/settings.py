@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from ep.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_ON = ("1", "yes", "on", "true")
+_OFF = ("", "0", "no", "off", "false")
 VARIABLES = (
     "EP_BENCH_TIMEOUT",
     "EP_CACHE_DIR",
@@ -28,5 +32,15 @@ VARIABLES = (
 
 
 def is_set(name: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a variable switches something on: "1" does; "", "0", "no", "off", "false" do not."""
-    return environ.get(name, "").lower() not in ("", "0", "no", "off", "false")
+    """Whether a variable switches something on: 1, yes, on, true do; 0, no, off, false, "" do not.
+
+    Raises
+    ------
+    ConfigError
+        If it is anything else.
+    """
+    text = environ.get(name, "")
+    for words, value in ((_ON, True), (_OFF, False)):
+        if text.lower() in words:
+            return value
+    raise ConfigError(name, text, "1 or 0")

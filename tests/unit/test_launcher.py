@@ -4,6 +4,8 @@ import pytest
 
 from ep import BootstrapError
 from ep.bootstrap.launcher import Launch, detect
+from ep.errors import ConfigError
+from ep.settings import is_set
 
 OPENMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "16"}
 MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
@@ -39,3 +41,19 @@ def test_detect(environ, launch):
 def test_nonsense_is_refused_in_words(environ, message):
     with pytest.raises(BootstrapError, match=message):
         detect(environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", True), ("on", True), ("TRUE", True), ("", False), ("0", False), ("No", False)],
+)
+def test_a_switch(monkeypatch, text, value):
+    monkeypatch.setenv("EP_CHECK", text)
+    assert is_set("EP_CHECK") is value
+
+
+@pytest.mark.parametrize("text", ["2", "yess", " 1"])
+def test_what_is_no_switch_is_refused(monkeypatch, text):
+    monkeypatch.setenv("EP_CHECK", text)
+    with pytest.raises(ConfigError, match=r"EP_CHECK='.*' is not allowed: 1 or 0"):
+        is_set("EP_CHECK")

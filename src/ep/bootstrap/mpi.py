@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ep.bootstrap.channel import REGROUPING, poll_until, same_exclusions
+from ep.bootstrap.ending import end_at_once
 from ep.errors import BootstrapError, EpTimeout
 
 if TYPE_CHECKING:
@@ -204,8 +205,7 @@ class MpiChannel:
                 self.rank,
                 self.size,
             )
-            _flush()
-            os._exit(0)
+            end_at_once()
         if self._expired and not self._mpi.Is_finalized():
             logger.critical(
                 "rank %d of %d exits after a wait that expired, with its world open: it ends the "

@@ -19,6 +19,7 @@ from ep.errors import (
     EpError,
     HeapError,
     name_ranks,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ def ranks_to_exclude(given: Iterable[int], rank: int, size: int) -> frozenset[in
         ranks = frozenset([-1])
     if not ranks <= set(range(size)) - {rank}:
         raise ArgumentError(
-            f"ranks to exclude are {given!r}; allowed are ranks 0..{size - 1} but this one, {rank}"
+            f"ranks to exclude are {shown(given)}; allowed are ranks 0..{size - 1} but this one, "
+            f"{rank}"
         )
     return ranks

@@ -127,7 +127,7 @@ class World:
         backend : {"auto", "host", "gpu"}
             "auto" takes GPUs where every rank has one and the `gpu` extra is installed.
         timeout_s : float
-            Bound of each wait during set-up, in seconds.
+            Bound of each wait outside of steps, in seconds: set-up, `reset`, closing.
         share_gpus : bool, optional
             Let several ranks use one GPU: right, but slow unless CUDA MPS runs. If not given,
             the variable `EP_SHARE_GPUS=1` says so.

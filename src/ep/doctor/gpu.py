@@ -33,7 +33,7 @@ def check_driver(context: Context) -> Finding:
     try:
         version, least = probe.driver_version(), probe.needed_version()
     except ImportError:
-        words, remedy = "cuda-bindings is not installed", "pip install 'ep[gpu]'"
+        words, remedy = "cuda-bindings is not installed", "pip install '.[gpu]' in its folder"
         return failed(words, remedy) if needed else skipped(words)
     except (DeviceError, RuntimeError) as error:
         # cuda.bindings raises RuntimeError where libcuda cannot be loaded.

@@ -123,7 +123,7 @@ def check_gpu_packages(context: Context) -> Finding | list[Finding]:
     wanted = {pin.package: pin.version for pin in gpu} | TRIPLE
     have = installed(wanted)
     context.facts.setdefault("versions", {}).update(have)
-    install = "pip install 'ep[gpu]'"
+    install = "pip install '.[gpu]' in its folder"
     if not have:
         if context.options.backend == Backend.GPU:
             return failed("nothing of the extra gpu is installed", install)
@@ -139,7 +139,7 @@ def judge_gpu_packages(
     """Compare installed with tested versions; a failure is what the GPU backend refuses, too."""
     told = ", ".join(f"{name} {have.get(name, 'none')}" for name in TRIPLE)
     findings = []
-    remedy = "install the extra gpu of ep as it is, pip install 'ep[gpu]': they were run together"
+    remedy = "install the extra gpu as it is, pip install '.[gpu]' in ep's folder: run together"
     for name, version in wanted.items():
         found = have.get(name, "none")
         if found == version:
@@ -166,7 +166,7 @@ def check_mpi(context: Context) -> Finding | list[Finding]:
     context.facts.setdefault("versions", {}).update(have)
     if find_spec("mpi4py") is None:
         words = "mpi4py is not installed"
-        remedy = "pip install 'ep[mpich]', or 'ep[mpi]' with the site's own MPI"
+        remedy = "pip install '.[mpich]' in ep's folder, or '.[mpi]' with the site's own MPI"
         return failed(words, remedy) if needed else skipped(f"{words}; one rank needs none")
     library = mpi_library(context.environ, context.options.timeout_s / 2)
     told = f"mpi4py {have.get('mpi4py', '?')}, {library}"
