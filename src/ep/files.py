@@ -39,6 +39,11 @@ def read_text(path: Path) -> str:
         os.close(descriptor)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Do as `append_text`, in place of what is in the file. Local."""
+    _write(path, text, os.O_TRUNC)
+
+
 def append_text(path: Path, text: str) -> None:
     """Append to a file, made if missing; to a pipe or terminal as much as it takes now. Local.
 
@@ -47,7 +52,11 @@ def append_text(path: Path, text: str) -> None:
     OSError
         Also for a pipe without a reader or with one that does not keep up, and for a disk.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NO_WAIT, 0o666)
+    _write(path, text, os.O_APPEND)
+
+
+def _write(path: Path, text: str, how: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | how | os.O_CREAT | _NO_WAIT, 0o666)
     with open(descriptor, "a", encoding="utf-8") as file:  # noqa: PTH123 - by descriptor
         if stat.S_ISBLK(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is a disk")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -32,7 +31,7 @@ class Lifecycle:
         self.config = config
         self.layout = layout
         self._number = world.next_exchange()
-        self._busy = threading.Lock()
+        self._calls: dict[object, None] = {}
         self._broken: EpError | None = None
         self._received: Any = None
         self._engine: Engine | None = None
@@ -88,7 +87,7 @@ class Lifecycle:
         Tokens get nothing from experts of excluded ranks: no partial, and no weight is changed for
         it. Rows of excluded ranks stay empty. They are excluded from the World, too: other
         exchanges of it follow by their own `reset`, and no new one can be made. A rank that is
-        excluded must not use the World any more.
+        excluded must not use the World any more; if its process lives, kill it.
 
         Parameters
         ----------
@@ -172,12 +171,16 @@ class Lifecycle:
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise StateError("this Exchange is in use by another thread; make one for each")
+        # Not a lock: an interrupt after it is taken, and before that is known here, would keep it
+        # for ever. Each of these lines is one step that an interrupt cannot divide.
+        call = object()
         try:
+            self._calls[call] = None
+            if len(self._calls) > 1:
+                raise StateError("this Exchange is in use by another thread; make one for each")
             yield
         finally:
-            self._busy.release()
+            self._calls.pop(call, None)
 
     @contextmanager
     def _turn(self) -> Iterator[Engine]:

@@ -169,6 +169,19 @@ def cut_short(world):
         assert all(one[1] == number and len(one) == len(value) for one in said)
 
 
+def mixed(world):
+    """Ranks that exclude different ones are told at once, though a rank of some does not come."""
+    if world.rank == 3:
+        time.sleep(2)
+    else:
+        start = time.monotonic()
+        with raises(ep.CollectiveError, "the ranks exclude different ranks"):
+            world.regroup([3] if world.rank == 0 else [])
+        assert time.monotonic() - start < 1.5
+    world.regroup()
+    world.barrier()
+
+
 CASES = {
     function.__name__: function
     for function in (
@@ -181,6 +194,7 @@ CASES = {
         leave_with_256,
         unsent,
         cut_short,
+        mixed,
     )
 }
 

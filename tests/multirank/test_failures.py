@@ -20,7 +20,7 @@ def play(case, python=PYTHONS[0], env=None):
     return mpirun(4, FAILURES, case, env={"PYTHONPATH": str(ROOT)} | (env or {}), python=python)
 
 
-@pytest.mark.parametrize("case", ["interrupted", "forked", "cut_short"])
+@pytest.mark.parametrize("case", ["interrupted", "forked", "cut_short", "mixed"])
 @pytest.mark.parametrize("python", PYTHONS, ids=lambda path: path.parts[-3])
 def test_the_job_goes_on(case, python):
     job = play(case, python)

@@ -1,6 +1,7 @@
 """That nothing ends the doctor, and what it tells then."""
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -195,3 +196,23 @@ def test_words_in_brackets_are_no_markup(capsys):
 @pytest.mark.parametrize("option", ["--backend=tpu", "--config=none", "--steps=-1", "--timeout=0"])
 def test_mistakes_are_told(option):
     assert CliRunner().invoke(cli.command, [option]).exit_code == 2
+
+
+def test_a_pipe_without_a_reader_does_not_hold_the_report(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="No such device"):
+        report.write(str(pipe), {})
+
+
+def test_a_report_takes_the_place_of_an_old_one(tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text("x" * 1000)
+    report.write(str(path), {"a": 1})
+    assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_a_bound_is_a_number():
+    ended = CliRunner().invoke(cli.command, ["--timeout", "nan"])
+    assert ended.exit_code == 2
+    assert "nan is not allowed" in ended.output

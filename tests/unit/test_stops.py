@@ -1,7 +1,9 @@
 """What stops an exchange or a world: then they say so, let go of memory and leave nothing."""
 
+import contextlib
 import gc
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -200,7 +202,7 @@ def test_an_exchange_in_use_is_not_closed():
         x, ids, weights = inputs(exchange)
         world.barrier()
         if world.rank == 1:
-            while not exchanges[0]._busy.locked():
+            while not exchanges[0]._calls:
                 threading.Event().wait(0.001)
             with pytest.raises(ep.StateError, match="in use by another thread"):
                 exchanges[0].close()
@@ -209,6 +211,30 @@ def test_an_exchange_in_use_is_not_closed():
         exchange.close()
 
     run_ranks(2, play)
+
+
+@pytest.mark.parametrize("after", range(1, 40))
+def test_an_interrupt_at_any_line_leaves_the_exchange_free(world, after):
+    """As a signal's handler may raise it: between any two lines of the calls' own bookkeeping."""
+    exchange = ep.Exchange(world, config(1))
+    files = {ep.lifecycle.__file__, contextlib.__file__}
+    lines = iter(range(1, 10**6))
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename in files and event == "line" and next(lines) == after:
+            raise Stop
+        return trace
+
+    sys.settrace(trace)
+    try:
+        exchange.poll()
+    except Stop:
+        pass
+    finally:
+        sys.settrace(None)
+    exchange._broken = None
+    assert run_checked_step(exchange, Case(config=exchange.config).step(1, 3)) is None
+    exchange.close()
 
 
 def test_memory_goes_with_the_last_view(world):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ep.bootstrap.channel import REGROUPING, poll_until, same_exclusions
 from ep.bootstrap.ending import end_at_once
-from ep.errors import BootstrapError, EpTimeout
+from ep.errors import BootstrapError, EpTimeout, StateError, name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +58,8 @@ class MpiChannel:
         """See `Channel`."""
         # Tags tell rounds apart: what a timed-out round left behind is never taken for news.
         # 2 and up: 1 is for meetings.
-        tag = self._round = self._round % _ROUNDS + 1
+        self._round += 1
+        tag = self._round % _ROUNDS + 1
         size_bytes = len(payload).to_bytes(8, "little")
         sizes = self._swap(size_bytes, [8] * self.size, 2 * tag, timeout_s, what)
         lengths = [int.from_bytes(size, "little") for size in sizes]
@@ -120,7 +121,10 @@ class MpiChannel:
             if latest > self._meetings:
                 self._meetings = latest
                 say()
-            return not news and all(rank not in absent() for rank in peers)
+            here = [said for said in heard.values() if said[0] == self._meetings]
+            # Who excludes others may not wait for the same ranks.
+            differs = any(_join(*said[2:]) != excluded for said in here)
+            return differs or (not news and len(here) == len(peers))
 
         def absent() -> list[int]:
             return [rank for rank in peers if heard.get(rank, (0,))[0] != self._meetings]
@@ -129,11 +133,13 @@ class MpiChannel:
         if not poll_until(have_met, timeout_s):
             self.note_timeout()
             raise EpTimeout(REGROUPING, 0, self.rank, tuple(absent()), (), timeout_s)
-        said = {rank: _join(*heard[rank][2:]) for rank in peers} | {self.rank: excluded}
+        said = {rank: _join(*words[2:]) for rank, words in heard.items()} | {self.rank: excluded}
         same_exclusions(dict(sorted(said.items())))
         # No message of a round before this has a tag that comes soon.
         self._round = max(self._round, *(heard[rank][1] for rank in peers), 0)
         self._excluded = excluded
+        if excluded:
+            _left_without.append(excluded)
         for rank in peers:
             self._drop_stale(rank)
 
@@ -144,7 +150,7 @@ class MpiChannel:
         be in the next round already.
         """
         status = self._mpi.Status()
-        following = 2 * (self._round % _ROUNDS + 1)
+        following = 2 * ((self._round + 1) % _ROUNDS + 1)
         while self._comm.Iprobe(source=rank, tag=self._mpi.ANY_TAG, status=status):
             if status.tag in (_MEETING_TAG, following, following + 1):
                 return
@@ -216,6 +222,8 @@ class MpiChannel:
             self.abort(1)
 
 
+_left_without: list[frozenset[int]] = []
+"""Ranks that Worlds of this process have excluded."""
 _closed: list[MpiChannel] = []
 """Channels to be used again; their rounds go on, so that nothing old is taken for news."""
 _ROUNDS = 10_000
@@ -266,6 +274,12 @@ def open_mpi_channel(launch: Launch, timeout_s: float) -> MpiChannel:
             f"the launcher ({launch.launcher}) says rank {launch.rank} of {launch.size}, but MPI "
             f"({library}) says rank {rank} of {size}: mpirun and the MPI library that mpi4py loads "
             "belong to different installations; use the mpirun of that library"
+        )
+    if _left_without:
+        raise StateError(
+            "an earlier World of this process has excluded "
+            f"{name_ranks(sorted(_left_without[-1]))}; MPI cannot start another without them: "
+            "start a new job"
         )
     return _closed.pop() if _closed else MpiChannel(mpi, timeout_s)
 

@@ -184,7 +184,9 @@ class World:
         """
         self.check_open()
         if self._stopped is not None:
-            raise StateError(f"this World stopped at: {self._stopped}; end the job")
+            raise StateError(
+                f"this World stopped at: {self._stopped}; end the job, or reset an exchange"
+            )
         try:
             payload = json.dumps([what, value]).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -200,8 +202,8 @@ class World:
                 raise self.explain(error) from None
             raise
         said = [json.loads(words) if words else [what, None] for words in told]
-        calls = [repr(call) for call, _ in said]
-        if len(set(calls)) > 1:
+        calls = {rank: repr(said[rank][0]) for rank, words in enumerate(told) if words}
+        if len(set(calls.values())) > 1:
             raise everywhere(
                 CollectiveError(
                     f"the ranks are at different calls: {in_words(calls)}; every rank must make "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -95,6 +96,8 @@ def command(
         EpConfig.load(source, ranks=size, max_tokens=max_tokens)
     except ConfigError as error:
         raise click.BadParameter(str(error), param_hint="--config") from error
+    if math.isnan(timeout_s):
+        raise click.BadParameter("nan is not allowed: a number of seconds", param_hint="--timeout")
     options = Options(backend, source, max_tokens, steps, timeout_s)
     with _progress(shown=rank == 0) as tell:
         outcome = supervise(options, tell)
@@ -146,7 +149,8 @@ def _report(outcome: Outcome, options: Options, rank: int, size: int, json_path:
             click.echo(f"\nthe end of what libraries said:\n{outcome.output}", err=True)
     if problem is not None:
         click.echo(f"Error: --json was not written: {problem}", err=True)
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     if size > 1 and not met:
         return _linger(outcome.others_until)
     return int(problem is not None or is_fail(results))

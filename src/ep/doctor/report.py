@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +18,7 @@ import ep
 from ep.doctor.reach import LEGEND
 from ep.doctor.result import Mark, Result
 from ep.errors import name_ranks
+from ep.files import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,8 +65,7 @@ def write(path: str, document: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(document) + "\n")
         sys.stdout.flush()
         return
-    with open(path, "w", encoding="utf-8") as file:  # noqa: PTH123 - as the option names it
-        file.write(json.dumps(document, indent=1) + "\n")
+    write_text(Path(path), json.dumps(document, indent=1) + "\n")
 
 
 def show(document: dict[str, Any], results: Sequence[Result]) -> None:

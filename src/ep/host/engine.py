@@ -119,11 +119,8 @@ class HostEngine:
         self._raise_flags("dispatch_flags", Phase.DISPATCH, tokens + 1)
         flags = self._wait_flags("dispatch_flags", Phase.DISPATCH)
         self._buffers.own("counts")[:] = flags - 1
-        for absent in self._absent:
-            # It may only have been slow, and has sent what nobody waits for any more.
-            self._buffers.own("counts")[absent] = 0
-            first = self._layout.row(absent, 0)
-            self._empty(slice(first, first + self._layout.stride))
+        self._buffers.own("counts")[self._absent] = 0
+        self._empty_absent()
 
     def combine(
         self,
@@ -160,6 +157,7 @@ class HostEngine:
             self._empty(np.concatenate(sent))
         self._raise_flags("combine_flags", Phase.COMBINE, 1)
         self._wait_flags("combine_flags", Phase.COMBINE)
+        self._empty_absent()
         self._reduce(chosen, norm_weight, eps, out)
 
     def finish(self) -> None:
@@ -192,6 +190,12 @@ class HostEngine:
                 total[token_idx] += slots[token_idx, rank].astype(np.float32)
             summed = total.astype(ml_dtypes.bfloat16)
         out[...] = summed if norm_weight is None else rms_norm(summed, norm_weight, eps)
+
+    def _empty_absent(self) -> None:
+        """Empty what ranks that were only slow have sent, though nobody waits for them any more."""
+        for absent in self._absent:
+            first = self._layout.row(absent, 0)
+            self._empty(slice(first, first + self._layout.stride))
 
     def _empty(self, rows: slice | npt.NDArray[np.intp]) -> None:
         own = self._buffers.own
