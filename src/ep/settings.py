@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _ON = ("1", "yes", "on", "true")
-_OFF = ("", "0", "no", "off", "false")
+OFF = ("", "0", "no", "off", "false")
 VARIABLES = (
     "EP_BENCH_TIMEOUT",
     "EP_CACHE_DIR",
@@ -40,7 +40,7 @@ def is_set(name: str, environ: Mapping[str, str] = os.environ) -> bool:
         If it is anything else.
     """
     text = environ.get(name, "")
-    for words, value in ((_ON, True), (_OFF, False)):
+    for words, value in ((_ON, True), (OFF, False)):
         if text.lower() in words:
             return value
     raise ConfigError(name, text, "1 or 0")

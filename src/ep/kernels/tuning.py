@@ -18,7 +18,7 @@ from ep.errors import ConfigError, cut
 from ep.files import read_text
 from ep.kernels.compile import Kind
 from ep.kernels.grid import Limits
-from ep.settings import is_set
+from ep.settings import OFF
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -110,7 +110,7 @@ def table_path() -> Path | None:
     if not chosen:
         return configs_dir() / TUNING_FILE
     # A home that is not found is told when the file is read.
-    return Path(os.path.expanduser(chosen)) if is_set("EP_TUNING") else None  # noqa: PTH111
+    return None if chosen.lower() in OFF else Path(os.path.expanduser(chosen))  # noqa: PTH111
 
 
 def load_table() -> dict[str, Tuning]:
