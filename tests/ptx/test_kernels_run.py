@@ -207,8 +207,9 @@ def test_a_wait_that_expires_is_recorded(phase, ranks, absent, mode, protocol):
             assert record == HangRecord(phase, 1, rank, record.waited_us, awaited)
 
 
-@pytest.mark.parametrize("mode", [Mode.BENIGN, Mode.RANDOM, Mode.ADVERSARIAL])
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "norm"), [(Mode.BENIGN, False), (Mode.RANDOM, True), (Mode.ADVERSARIAL, True)]
+)
 @pytest.mark.parametrize("phase", Phase)
 def test_what_follows_an_expired_wait_sends_nothing_and_gives_nothing(phase, mode, norm):
     case = Case(config=dataclasses.replace(TWO, ranks=3, experts=41), norm=norm)
