@@ -105,8 +105,8 @@ class EpTimeout(EpError, TimeoutError):
     waited_s : float
         Seconds waited.
     gone : dict of int to str
-        Awaited ranks whose process has ended, and their nodes. Of processes on other machines
-        nothing is known.
+        Ranks whose process has ended, awaited or not, and their nodes. Of processes on other
+        machines nothing is known.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ import pytest
 import ep
 from ep.bench.cases import Case
 from ep.bench.check import run_checked_step
+from ep.bootstrap import Place
 from ep.testing import run_ranks
 
 BF16 = ml_dtypes.bfloat16
@@ -238,3 +239,15 @@ def test_what_is_no_other_rank_is_not_excluded(ranks):
         return ep.World.connect(backend="host")
 
     run_ranks(2, play)
+
+
+def test_a_dead_rank_is_told_also_by_who_waits_for_another(monkeypatch):
+    """So that every rank excludes the same."""
+    monkeypatch.setattr(Place, "has_ended", lambda place: place.local_rank == 2)
+
+    def play(world):
+        error = world.explain(ep.EpTimeout("combine", 7, world.rank, (1,), (7,), 1.0))
+        assert list(error.gone) == [2]
+        assert "for rank 1 (their last seen step: 7); rank 2's process on node" in str(error)
+
+    run_ranks(4, play)

@@ -269,11 +269,12 @@ class World:
             )
 
     def explain(self, error: EpTimeout) -> EpTimeout:
-        """Add to `error` which of the awaited ranks have ended. Local."""
+        """Add to `error` which ranks have ended. Local."""
+        # Not of the awaited alone: who waits for one that waits for the dead excludes the same.
         gone = {
-            rank: self.places[rank].node
-            for rank in error.awaited
-            if self.places and self.places[rank].has_ended()
+            rank: place.node
+            for rank, place in enumerate(self.places)
+            if rank not in self.excluded and place.has_ended()
         }
         fields = (error.phase, error.step, error.rank, error.awaited, error.seen, error.waited_s)
         return EpTimeout(*fields, gone)
