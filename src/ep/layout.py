@@ -32,7 +32,7 @@ CHUNK_SCALES = CHUNK_BYTES
 NOTHING = 0xFFFFFFFF
 """Last word of a chunk that has not arrived."""
 PARITIES = 2
-"""Halves of what a source sends into: steps take turns, so that a fast rank overwrites nothing."""
+"""Halves of what other ranks store into: steps take turns, so that none overwrites another."""
 
 Writer = Literal["source", "destination", "peer", "own"]
 
@@ -185,15 +185,18 @@ class EpLayout:
     ) -> list[tuple[str, str, tuple[int, ...], tuple[int, ...], Writer, str]]:
         config, rows, row = self.config, self.rows, self._row_bytes
         slot_bytes = _round_up(2 * config.hidden, LINE_BYTES)
+        token_bytes = config.ranks * slot_bytes
         line_words = LINE_BYTES // 4
         flags = (config.ranks, line_words)
-        staged_bytes = CHUNK_BYTES * self.row_chunks
-        block_bytes = _round_up(config.max_tokens * staged_bytes, LINE_BYTES)
+        # Whole lines, so that stores of a warp are whole packets.
+        row_bytes = CHUNK_BYTES * self.row_chunks
+        staged_bytes = _round_up(row_bytes, LINE_BYTES)
+        block_bytes = config.max_tokens * staged_bytes
         staged: list[tuple[str, str, tuple[int, ...], tuple[int, ...], Writer, str]] = [
             (
                 "staging",
                 "uint32",
-                (PARITIES, config.ranks, config.max_tokens, staged_bytes // 4),
+                (PARITIES, config.ranks, config.max_tokens, row_bytes // 4),
                 (config.ranks * block_bytes, block_bytes, staged_bytes, 4),
                 "source",
                 "rows as they travel; all ones where nothing has arrived",
@@ -204,11 +207,13 @@ class EpLayout:
                 (PARITIES, config.ranks, line_words),
                 (config.ranks * LINE_BYTES, LINE_BYTES, 4),
                 "peer",
-                "chunk 0 of line s: step that rank s is in, tokens it sends",
+                "line s: chunk 0, step that rank s is in, tokens it sends; chunk 1, its clearance",
             ),
         ]
-        if config.protocol is not Protocol.FENCE_FREE:
+        is_fence_free = config.protocol is Protocol.FENCE_FREE
+        if not is_fence_free:
             staged = []
+        halves = PARITIES if is_fence_free else 1
         return [
             (
                 "x",
@@ -253,10 +258,10 @@ class EpLayout:
             (
                 "slots",
                 "bfloat16",
-                (config.max_tokens, config.ranks, config.hidden),
-                (config.ranks * slot_bytes, slot_bytes, 2),
+                (halves, config.max_tokens, config.ranks, config.hidden),
+                (config.max_tokens * token_bytes, token_bytes, slot_bytes, 2),
                 "destination",
-                "partials come back here: [token, destination]",
+                "partials come back here: [half, token, destination]",
             ),
             (
                 "dispatch_flags",

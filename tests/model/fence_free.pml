@@ -2,13 +2,16 @@
  * Synchronization of the fence-free protocol: N ranks dispatch and combine for ever.
  *
  * A rank is a stream of kernels. Its senders never wait: they make their stores in one step at any
- * time in the kernel, as a store may be in flight for long anyway. So does dispatch's herald with
- * its announcements, before or after them. Receivers and reducers are threads that each poll, act
- * once and go on or leave; the kernel ends when all have left and the herald has heard all ranks,
- * and only then the next one starts. What a thread stores in the memory of its own rank is there at
- * once: only the kernels after it look at that, so a late store is no more than a late thread. What
- * it stores in another rank's memory is in flight until a `link` lands it, in any order and however
- * late: nothing waits for it but threads that poll there, and the end of a kernel lands nothing.
+ * time in the kernel, as a store may be in flight for long anyway. So do the heralds, dispatch's
+ * with its announcements and combine's with its clearances, before or after them. Receivers and
+ * reducers are threads that each poll, act once and go on or leave; the kernel ends when all have
+ * left and the herald has heard all ranks, and only then the next one starts. What a thread stores
+ * in another rank's memory is in flight until a `link` lands it, in any order and however late:
+ * nothing waits for it but threads that poll there, and the end of a kernel lands nothing. What it
+ * stores in the memory of its own rank is there at once for the kernels after it, so a late store
+ * is no more than a late thread. But for the stores of other ranks a place that was made empty is
+ * only TAKEN until a fence of a later kernel, which is the clearance's: what lands there sooner may
+ * be lost, however many kernels have ended since.
  *
  * A thread polls several places with one load each. All that it waits for stays as it is until
  * the thread has left, which is asserted, so that looking at them in one step is no restriction.
@@ -31,14 +34,11 @@
  *             for stays, so that they may be late instead of the stores. A store that no thread
  *             waits for is found when the kernel ends. (A thread that takes what it should not
  *             while only a part of a step has landed is found with links alone.)
- *   TOGETHER  the herald announces in the step of the senders: the links alone set them apart
+ *   TOGETHER  the heralds act in the step of the senders: the links alone set them apart
  *   WATCHED   the rank whose steps are progress
  *
- * Variants that hold, too: HERALD_LAST (it announces after the senders, never before), NO_PARITY
- * with COMBINE_WAITS (one half of everything, but combine tells every rank that it runs, and waits
- * for all), HEADS_OVERSTATE (a head tells more tokens than there are: only fewer would be wrong),
- * ANNOUNCED_EARLY (combine announces the next step, as if T were known then; a rank may be two
- * steps ahead, which needs STEPS=4).
+ * Variants that hold, too: HERALD_LAST (they act after the senders, never before),
+ * HEADS_OVERSTATE (a head tells more tokens than there are: only fewer would be wrong).
  * BUG is one of those below: each breaks one rule.
  */
 #ifndef BUG
@@ -49,6 +49,8 @@
 #define BUG_ANNOUNCEMENT_IGNORED 3 /* receivers look at heads alone */
 #define BUG_ANNOUNCEMENT_TORN 4 /* two stores: the epoch may land before T */
 #define BUG_ANNOUNCEMENT_UNDATED 5 /* whatever was announced is taken */
+#define BUG_CLEARANCE_EARLY 28 /* it is given before the fence, which the next dispatch makes up for */
+#define BUG_CLEARANCE_UNHEARD 30 /* dispatch ends without it */
 #define BUG_COUNTED_NEVER 6 /* combine does not store its epoch, so all are 1 */
 #define BUG_COUNTED_ONCE 7 /* one control word: late threads find it counted up by their kernel */
 #define BUG_COUNTED_TWICE 8 /* both kernels count up, so that the parity stays */
@@ -62,15 +64,16 @@
 #define BUG_IDLE_SILENT 16 /* a rank without tokens announces nothing */
 #define BUG_IDLE_UNAWAITED 17 /* rank 0 alone has tokens, and so does not wait for the others */
 #define BUG_ONE_ANNOUNCEMENT 18 /* without parity */
+#define BUG_ONE_SLOT 31 /* without parity */
 #define BUG_ONE_STAGING 19 /* without parity */
 #define BUG_OVERLAP_COMBINE 20 /* combine starts before dispatch's threads have left */
 #define BUG_OVERLAP_DISPATCH 21 /* the next dispatch starts before combine's threads have left */
 #define BUG_ROW_KEPT 22 /* combine does not make a row empty */
 #define BUG_SLOT_KEPT 23 /* a slot is not emptied */
-#define BUG_SLOT_LATE 24 /* it is emptied by the next dispatch, beside its announcement */
+#define BUG_SLOT_LATE 24 /* it is emptied by the next combine, beside its fence */
 #define BUG_SLOT_UNAWAITED 25 /* a reducer does not wait for a token's last rank */
 #define BUG_TAIL_KEPT 26 /* a tail is not emptied */
-#define BUG_TAIL_LATE 27 /* it is emptied by the next dispatch, which uses the other half */
+#define BUG_TAIL_LATE 27 /* it is emptied by combine, beside its fence */
 #if BUG == BUG_IDLE_UNAWAITED
 #undef MOST
 #define MOST 0
@@ -86,17 +89,20 @@
 #define CELL(owner, peer, token) (AT(owner, peer) * TOKENS + (token))
 #define HALF_AT(half, owner, peer) ((half) * N * N + AT(owner, peer))
 #define HALF_CELL(half, owner, peer, token) ((half) * N * N * TOKENS + CELL(owner, peer, token))
-#define PART(owner, peer, token, part) (CELL(owner, peer, token) * PARTS + (part))
+#define PART(half, owner, peer, token, part) \
+    (HALF_CELL(half, owner, peer, token) * PARTS + (part))
 
 /*
- * Memory of the owner, written by the peer: step + 1, or 0 for empty. Heads and announcements are
- * notes: many threads read them and none empties them, so they have an epoch + 1 and what they say,
- * which is T, and in heads LIVE, too (or not: the token has no expert here).
+ * Memory of the owner, written by the peer: step + 1, or 0 for empty, or TAKEN. Heads and what
+ * heralds say are notes: many threads read them and none empties them, so they have an epoch + 1
+ * and what they say, which is T, and in heads LIVE, too (or not: the token has no expert here).
  */
 #define NOTE(epoch, what) (((what) << 3) | ((epoch) + 1))
 #define IS_OF(note, epoch) (((note) & 7) == (epoch) + 1)
 #define SAYS(note) ((note) >> 3)
 #define LIVE 1
+#define TAKEN 8
+#define IS_NEWS(cell) ((cell) != 0 && (cell) != TAKEN)
 #define HEAD_SAYS(count, live) (((count) << 1) | (live))
 #define IS_LIVE(note) (SAYS(note) & LIVE)
 #define COUNT_OF(note) (SAYS(note) >> 1)
@@ -112,18 +118,15 @@
 #endif
 #define FORGET(note) WHEN(!IS_OF(note, SUCCESSOR(EPOCH(r))), note = FORGOTTEN(note))
 byte head[2 * N * N * TOKENS] = AT_FIRST, announcement[2 * N * N] = AT_FIRST;
-byte tail[2 * N * N * TOKENS], slot[N * N * TOKENS * PARTS];
+byte tail[2 * N * N * TOKENS], slot[2 * N * N * TOKENS * PARTS];
+byte clearance[2 * N * N] = NOTE(0, 0);
 #ifndef AT_ONCE
 /* In flight there. */
 byte head_sent[2 * N * N * TOKENS], tail_sent[2 * N * N * TOKENS];
-byte slot_sent[N * N * TOKENS * PARTS], announcement_sent[2 * N * N];
+byte slot_sent[2 * N * N * TOKENS * PARTS], announcement_sent[2 * N * N], clearance_sent[2 * N * N];
 #if BUG == BUG_ANNOUNCEMENT_TORN
 bit is_torn[2 * N * N];
 #endif
-#endif
-#ifdef COMBINE_WAITS
-byte running[N * N], running_sent[N * N];
-bit run_awaited[N * N];
 #endif
 
 /* What the owner's kernels alone touch: a clean row, as its elements and its source word. */
@@ -140,7 +143,7 @@ byte tokens_before[N];
 #define POLLS_HEAD 1
 #define POLLS_TAIL 2
 byte row_threads[N * N * TOKENS], slots_awaited[N * TOKENS * PARTS];
-bit herald_runs[N];
+bit herald_runs[N], herald_clears[N];
 byte receivers_left[N], reducers_left[N];
 
 hidden byte i, j, k, value;
@@ -149,19 +152,16 @@ hidden byte i, j, k, value;
 #define STEPS 4
 #endif
 #define SUCCESSOR(number) (((number) + 1) % STEPS)
+#define PREDECESSOR(number) (((number) + STEPS - 1) % STEPS)
 /* The epoch as a thread of dispatch reads it. */
 #if BUG == BUG_COUNTED_ONCE
 #define EPOCH(rank) SUCCESSOR(dispatched[rank])
 #else
 #define EPOCH(rank) SUCCESSOR(combined[rank])
 #endif
-#ifdef NO_PARITY
-#define STAGING_HALF(epoch) 0
-#define ANNOUNCED_HALF(epoch) 0
-#else
 #define STAGING_HALF(epoch) (BUG == BUG_ONE_STAGING -> 0 : (epoch) % 2)
+#define SLOT_HALF(epoch) (BUG == BUG_ONE_SLOT -> 0 : (epoch) % 2)
 #define ANNOUNCED_HALF(epoch) (BUG == BUG_ONE_ANNOUNCEMENT -> 0 : (epoch) % 2)
-#endif
 
 #define WHEN(condition, action) if :: condition -> action :: else fi
 /* A d_step must not end in a loop: hence the last assignment. */
@@ -178,18 +178,22 @@ hidden byte i, j, k, value;
 /* Nothing is overwritten before it was read and emptied: not even unseen. */
 #define PUT(place, at, what) assert(place[at] == 0); place[at] = what
 /* No note is overwritten that the running dispatch waits for or reads: its herald leaves last. */
-#define USES_HEADS(half, d) (STAGING_HALF(EPOCH(d)) == half)
-#define USES_ANNOUNCEMENTS(half, d) (ANNOUNCED_HALF(EPOCH(d)) == half)
-#define TELL(place, at, note, uses, half, d) \
-    assert(!herald_runs[d] || !uses(half, d) || IS_OF(note, EPOCH(d))); \
+#define LAST_EPOCH(d) PREDECESSOR(EPOCH(d))
+#define SPOILS_HEADS(half, d, note) (STAGING_HALF(EPOCH(d)) == half && !IS_OF(note, EPOCH(d)))
+#define SPOILS_ANNOUNCEMENTS(half, d, note) \
+    (ANNOUNCED_HALF(EPOCH(d)) == half && !IS_OF(note, EPOCH(d)))
+#define SPOILS_CLEARANCES(half, d, note) \
+    (ANNOUNCED_HALF(LAST_EPOCH(d)) == half && !IS_OF(note, LAST_EPOCH(d)))
+#define TELL(place, at, note, spoils, half, d) \
+    assert(!herald_runs[d] || !spoils(half, d, note)); \
     place[at] = note
 #ifdef AT_ONCE
 #define STORE(place, sent, at, what) PUT(place, at, what)
-#define STORE_NOTE(place, sent, at, note, uses, half, d) TELL(place, at, note, uses, half, d)
+#define STORE_NOTE(place, sent, at, note, spoils, half, d) TELL(place, at, note, spoils, half, d)
 #define IS_IN_FLIGHT(sent, at) false
 #else
 #define STORE(place, sent, at, what) assert(sent[at] == 0); sent[at] = what
-#define STORE_NOTE(place, sent, at, note, uses, half, d) STORE(place, sent, at, note)
+#define STORE_NOTE(place, sent, at, note, spoils, half, d) STORE(place, sent, at, note)
 #define IS_IN_FLIGHT(sent, at) (sent[at] != 0)
 #endif
 
@@ -198,29 +202,40 @@ hidden byte i, j, k, value;
 #ifndef AT_ONCE
 #define LAND(place, sent, at) \
     :: d_step { sent[at] -> PUT(place, at, sent[at]); sent[at] = 0 }
-#define LAND_NOTE(place, sent, at, uses, half) \
-    :: d_step { sent[at] -> TELL(place, at, sent[at], uses, half, d); sent[at] = 0 }
+#define LAND_NOTE(place, sent, at, spoils, half) \
+    :: d_step { sent[at] -> TELL(place, at, sent[at], spoils, half, d); sent[at] = 0 }
 #if BUG == BUG_ANNOUNCEMENT_TORN
 #define TORN(half) is_torn[HALF_AT(half, d, s)]
 #define WHOLE(half) announcement_sent[HALF_AT(half, d, s)]
 #define PIECE(half) (NOTE(0, SAYS(announcement[HALF_AT(half, d, s)])) - 1 + (WHOLE(half) & 7))
 #define LAND_ANNOUNCEMENT(half) \
     :: d_step { WHOLE(half) && !TORN(half) -> TORN(half) = 1; \
-            TELL(announcement, HALF_AT(half, d, s), PIECE(half), USES_ANNOUNCEMENTS, half, d) } \
+            TELL(announcement, HALF_AT(half, d, s), PIECE(half), SPOILS_ANNOUNCEMENTS, half, d) } \
     :: d_step { TORN(half) -> TORN(half) = 0; \
-            TELL(announcement, HALF_AT(half, d, s), WHOLE(half), USES_ANNOUNCEMENTS, half, d); \
+            TELL(announcement, HALF_AT(half, d, s), WHOLE(half), SPOILS_ANNOUNCEMENTS, half, d); \
             WHOLE(half) = 0 }
 #else
 #define LAND_ANNOUNCEMENT(half) \
-    LAND_NOTE(announcement, announcement_sent, HALF_AT(half, d, s), USES_ANNOUNCEMENTS, half)
+    LAND_NOTE(announcement, announcement_sent, HALF_AT(half, d, s), SPOILS_ANNOUNCEMENTS, half)
+#endif
+#if PARTS == 2
+#define LAND_SLOT(half, token) \
+    LAND(slot, slot_sent, PART(half, d, s, token, 0)) \
+    LAND(slot, slot_sent, PART(half, d, s, token, 1))
+#else
+#define LAND_SLOT(half, token) LAND(slot, slot_sent, PART(half, d, s, token, 0))
 #endif
 #define LAND_ROW(half, token) \
-    LAND_NOTE(head, head_sent, HALF_CELL(half, d, s, token), USES_HEADS, half) \
-    LAND(tail, tail_sent, HALF_CELL(half, d, s, token))
+    LAND_NOTE(head, head_sent, HALF_CELL(half, d, s, token), SPOILS_HEADS, half) \
+    LAND(tail, tail_sent, HALF_CELL(half, d, s, token)) \
+    LAND_SLOT(half, token)
+#define LAND_CLEARANCE(half) \
+    LAND_NOTE(clearance, clearance_sent, HALF_AT(half, d, s), SPOILS_CLEARANCES, half)
 #if TOKENS == 2
-#define LAND_HALF(half) LAND_ANNOUNCEMENT(half) LAND_ROW(half, 0) LAND_ROW(half, 1)
+#define LAND_HALF(half) \
+    LAND_ANNOUNCEMENT(half) LAND_CLEARANCE(half) LAND_ROW(half, 0) LAND_ROW(half, 1)
 #else
-#define LAND_HALF(half) LAND_ANNOUNCEMENT(half) LAND_ROW(half, 0)
+#define LAND_HALF(half) LAND_ANNOUNCEMENT(half) LAND_CLEARANCE(half) LAND_ROW(half, 0)
 #endif
 
 /* What rank s stores in memory of rank d. */
@@ -229,22 +244,7 @@ active [N * N] proctype link() {
 
     do
     LAND_HALF(0)
-#ifndef NO_PARITY
     LAND_HALF(1)
-#endif
-    LAND(slot, slot_sent, PART(d, s, 0, 0))
-#if PARTS == 2
-    LAND(slot, slot_sent, PART(d, s, 0, 1))
-#endif
-#if TOKENS == 2
-    LAND(slot, slot_sent, PART(d, s, 1, 0))
-#if PARTS == 2
-    LAND(slot, slot_sent, PART(d, s, 1, 1))
-#endif
-#endif
-#ifdef COMBINE_WAITS
-    LAND(running, running_sent, AT(d, s))
-#endif
     od
 }
 #endif

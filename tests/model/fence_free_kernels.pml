@@ -24,7 +24,7 @@ inline choose_tokens() {
 inline announce(epoch, count) {
     EACH_RANK(WHEN(i != r,
         STORE_NOTE(announcement, announcement_sent, HALF_AT(ANNOUNCED_HALF(epoch), i, r),
-            NOTE(epoch, count), USES_ANNOUNCEMENTS, ANNOUNCED_HALF(epoch), i)))
+            NOTE(epoch, count), SPOILS_ANNOUNCEMENTS, ANNOUNCED_HALF(epoch), i)))
 }
 
 /* What a thread of dispatch on rank d sees of source s. */
@@ -44,15 +44,11 @@ inline announce(epoch, count) {
 inline launch_dispatch() {
     d_step {
         step[r] = SUCCESSOR(step[r]);
-#ifndef ANNOUNCED_EARLY
         assert(!is_ahead[r]);
         is_ahead[r] = 1;
         WHEN(ALL_RANKS(IS_AHEAD), EACH_RANK(is_ahead[i] = 0))
-#endif
     }
-#ifndef ANNOUNCED_EARLY
     choose_tokens();
-#endif
     d_step {
         EACH_ROW(WHEN(i != r && j < FIRST_TOKENS,
             row_threads[CELL(r, i, j)] = POLLS_HEAD | POLLS_TAIL;
@@ -63,16 +59,14 @@ inline launch_dispatch() {
 }
 
 inline begin_step() {
-#ifndef ANNOUNCED_EARLY
     WHEN(BUG != BUG_IDLE_SILENT || tokens[r] > 0, announce(EPOCH(r), tokens[r]));
-#endif
     dispatched[r] = EPOCH(r)
 }
 
 #define STAGED(peer, token) HALF_CELL(STAGING_HALF(EPOCH(r)), peer, r, token)
 #define SEND_HEAD(peer, token, live) \
     STORE_NOTE(head, head_sent, STAGED(peer, token), \
-        NOTE(EPOCH(r), HEAD_SAYS(TOLD_TOKENS, live)), USES_HEADS, STAGING_HALF(EPOCH(r)), peer)
+        NOTE(EPOCH(r), HEAD_SAYS(TOLD_TOKENS, live)), SPOILS_HEADS, STAGING_HALF(EPOCH(r)), peer)
 #if BUG == BUG_HEAD_MISCOUNTS
 #define TOLD_TOKENS tokens_before[r]
 #elif defined(HEADS_OVERSTATE)
@@ -91,9 +85,14 @@ inline send_rows() {
         fi))
 }
 
+#define CLEARED(d, s) clearance[HALF_AT(ANNOUNCED_HALF(LAST_EPOCH(d)), d, s)]
+#define IS_CLEARED(d, s) \
+    (BUG == BUG_CLEARANCE_UNHEARD || \
+        IS_OF(CLEARED(d, s), LAST_EPOCH(d)))
 #define HAS_HEARD(peer) \
     ((peer) == r || BUG == BUG_HERALD_DEAF || \
-        (BUG == BUG_HERALD_FORGETS && (peer) == (r + 1) % N) || IS_TOLD(r, peer))
+        (BUG == BUG_HERALD_FORGETS && (peer) == (r + 1) % N) || \
+        (IS_TOLD(r, peer) && IS_CLEARED(r, peer)))
 
 inline end_dispatch() {
     (receivers_left[r] == 0 && ALL_RANKS(HAS_HEARD)) || BUG == BUG_OVERLAP_COMBINE;
@@ -106,13 +105,14 @@ inline end_dispatch() {
             (value == step[r] + 1 && IS_TOLD(r, i) && j < SAID_TOKENS(r, i)));
         /* Nothing is lost: what was sent to here in this step has arrived and was taken. */
         value = HALF_CELL(STAGING_HALF(EPOCH(r)), r, i, j);
-        assert(BUG || !(tail[value] || IS_IN_FLIGHT(tail_sent, value)));
+        assert(BUG || !(IS_NEWS(tail[value]) || IS_IN_FLIGHT(tail_sent, value)));
         assert(BUG || !IS_IN_FLIGHT(head_sent, value))
     );
     EACH_ROW(FORGET(head[HALF_CELL(STAGING_HALF(EPOCH(r)), r, i, j)]));
     EACH_RANK(
         assert(BUG || i == r || IS_OF(SAID(r, i), EPOCH(r)));
-        FORGET(SAID(r, i))
+        FORGET(SAID(r, i));
+        WHEN(!BUG && i != r, CLEARED(r, i) = OLD)
     )
 }
 
@@ -127,35 +127,42 @@ inline launch_combine() {
     tokens_before[r] = tokens[r];
 #endif
     tokens[r] = 0;
-#ifdef COMBINE_WAITS
-    EACH_RANK(WHEN(i != r, run_awaited[AT(r, i)] = 1; reducers_left[r]++));
-#endif
+    herald_clears[r] = 1;
     i = 0
 }
 
 inline send_partials() {
     EACH_ROW(WHEN(source[CELL(r, i, j)],
-        EACH_PART(STORE(slot, slot_sent, PART(i, r, j, k), row[CELL(r, i, j)]));
-        WHEN(BUG != BUG_ROW_KEPT, row[CELL(r, i, j)] = 0; source[CELL(r, i, j)] = 0)));
-#ifdef COMBINE_WAITS
-    EACH_RANK(WHEN(i != r, STORE(running, running_sent, AT(i, r), step[r] + 1)));
-#endif
+        EACH_PART(STORE(slot, slot_sent, PART(SLOT_HALF(dispatched[r]), i, r, j, k),
+            row[CELL(r, i, j)]));
+        WHEN(BUG != BUG_ROW_KEPT, row[CELL(r, i, j)] = 0; source[CELL(r, i, j)] = 0)))
+}
+
+/* From here on the places that this rank has emptied before this kernel can be stored into. */
+#define CLEAN(cell) WHEN(cell == TAKEN, cell = 0)
+#define CLEARED_TAILS (BUG == BUG_TAIL_LATE -> PREDECESSOR(dispatched[r]) : dispatched[r])
+#define CLEARED_SLOTS (BUG == BUG_SLOT_LATE -> dispatched[r] : PREDECESSOR(dispatched[r]))
+inline fence() {
+    EACH_ROW(
+        CLEAN(tail[HALF_CELL(STAGING_HALF(CLEARED_TAILS), r, i, j)]);
+        EACH_PART(CLEAN(slot[PART(SLOT_HALF(CLEARED_SLOTS), r, i, j, k)])))
+}
+
+inline clear() {
+    WHEN(BUG != BUG_CLEARANCE_EARLY, fence());
+    EACH_RANK(WHEN(i != r,
+        STORE_NOTE(clearance, clearance_sent, HALF_AT(ANNOUNCED_HALF(dispatched[r]), i, r),
+            NOTE(dispatched[r], 0), SPOILS_CLEARANCES, ANNOUNCED_HALF(dispatched[r]), i)));
     WHEN(BUG != BUG_COUNTED_NEVER && BUG != BUG_COUNTED_ONCE,
-        combined[r] = (BUG == BUG_COUNTED_TWICE -> SUCCESSOR(dispatched[r]) : dispatched[r]))
+        combined[r] = (BUG == BUG_COUNTED_TWICE -> SUCCESSOR(dispatched[r]) : dispatched[r]));
+    herald_clears[r] = 0
 }
 
 inline end_combine() {
-    reducers_left[r] == 0 || BUG == BUG_OVERLAP_DISPATCH;
+    (reducers_left[r] == 0 && !herald_clears[r]) || BUG == BUG_OVERLAP_DISPATCH;
     EACH_ROW(EACH_PART(
-        value = PART(r, i, j, k);
-        assert(BUG || (slot[value] == 0 && !IS_IN_FLIGHT(slot_sent, value)))))
-}
-
-/* What the kernel before should have done itself. */
-inline empty_late() {
-    EACH_ROW(
-        WHEN(BUG == BUG_SLOT_LATE, EACH_PART(slot[PART(r, i, j, k)] = 0));
-        WHEN(BUG == BUG_TAIL_LATE, tail[HALF_CELL(1 - STAGING_HALF(EPOCH(r)), r, i, j)] = 0))
+        value = PART(SLOT_HALF(dispatched[r]), r, i, j, k);
+        assert(BUG || !(IS_NEWS(slot[value]) || IS_IN_FLIGHT(slot_sent, value)))))
 }
 
 /* Senders start whenever they like; where a store may be late in its place only, at once. */
@@ -163,6 +170,18 @@ inline empty_late() {
 #define KERNEL(launch, send) atomic { launch; d_step { send } }
 #else
 #define KERNEL(launch, send) atomic { launch } d_step { send }
+#endif
+#define LAUNCH_COMBINE d_step { end_dispatch(); launch_combine() }
+#ifdef TOGETHER
+#define COMBINE KERNEL(LAUNCH_COMBINE, send_partials(); clear())
+#elif defined(HERALD_LAST)
+#define COMBINE KERNEL(LAUNCH_COMBINE, send_partials()) d_step { clear() }
+#else
+#define COMBINE \
+    if \
+    :: KERNEL(LAUNCH_COMBINE, clear()) d_step { send_partials() } \
+    :: KERNEL(LAUNCH_COMBINE, send_partials()) d_step { clear() } \
+    fi;
 #endif
 #if BUG == BUG_HERALD_UNPLACED
 #define DISPATCH \
@@ -182,18 +201,12 @@ inline empty_late() {
 active [N] proctype stream() {
     byte r = _pid;
 
-#ifdef ANNOUNCED_EARLY
-    atomic { choose_tokens(); d_step { announce(1, tokens[r]) } }
-#endif
     do
     :: DISPATCH
-#if BUG == BUG_SLOT_LATE || BUG == BUG_TAIL_LATE
-        d_step { empty_late() }
+#if BUG == BUG_CLEARANCE_EARLY
+        d_step { fence() }
 #endif
-        KERNEL(d_step { end_dispatch(); launch_combine() }, send_partials())
-#ifdef ANNOUNCED_EARLY
-        atomic { choose_tokens(); d_step { announce(SUCCESSOR(dispatched[r]), tokens[r]) } }
-#endif
+        COMBINE
         d_step { end_combine() }
 #ifdef WATCHED
         WHEN(r == WATCHED, progress: skip)
@@ -204,7 +217,8 @@ active [N] proctype stream() {
 /* The reducers of a token: a thread, for each part of its slots, that waits for all its ranks. */
 #define AWAITED(token, part) slots_awaited[(r * TOKENS + (token)) * PARTS + (part)]
 #define IS_THERE(token, part, peer) \
-    (!((AWAITED(token, part) >> (peer)) & 1) || slot[PART(r, peer, token, part)] || \
+    (!((AWAITED(token, part) >> (peer)) & 1) || \
+        IS_NEWS(slot[PART(SLOT_HALF(dispatched[r]), r, peer, token, part)]) || \
         (BUG == BUG_SLOT_UNAWAITED && AWAITED(token, part) >> (peer) == 1))
 #if N == 2
 #define ARE_THERE(token, part) (IS_THERE(token, part, 0) && IS_THERE(token, part, 1))
@@ -217,8 +231,9 @@ active [N] proctype stream() {
 
 inline take_slots(token, part) {
     EACH_RANK(WHEN((AWAITED(token, part) >> i) & 1,
-        assert(slot[PART(r, i, token, part)] == step[r] + 1);
-        WHEN(BUG != BUG_SLOT_KEPT && BUG != BUG_SLOT_LATE, slot[PART(r, i, token, part)] = 0)));
+        value = PART(SLOT_HALF(dispatched[r]), r, i, token, part);
+        assert(slot[value] == step[r] + 1);
+        WHEN(BUG != BUG_SLOT_KEPT, slot[value] = TAKEN)));
     AWAITED(token, part) = 0;
     reducers_left[r]--
 }
@@ -250,9 +265,9 @@ active [N] proctype reducers() {
 #if BUG == BUG_HEAD_SUFFICES
 #define HAS_TAIL(token) HAS_HEAD(token)
 #elif BUG == BUG_ABSENT_UNSEEN
-#define HAS_TAIL(token) (TAIL(token) != 0)
+#define HAS_TAIL(token) IS_NEWS(TAIL(token))
 #else
-#define HAS_TAIL(token) (HAS_HEAD(token) && (TAIL(token) || IS_ABSENT(token)))
+#define HAS_TAIL(token) (HAS_HEAD(token) && (IS_NEWS(TAIL(token)) || IS_ABSENT(token)))
 #endif
 
 #define THREADS(token) row_threads[CELL(d, s, token)]
@@ -278,12 +293,12 @@ inline take_head(token) {
 inline take_tail(token) {
     if
     :: IS_ABSENT(token) ->
-        assert(TAIL(token) == 0);
+        assert(!IS_NEWS(TAIL(token)));
         assert(!IS_IN_FLIGHT(tail_sent, HALF_CELL(STAGING_HALF(EPOCH(d)), d, s, token)))
     :: else ->
         assert(TAIL(token) == step[d] + 1);
         row[CELL(d, s, token)] = TAIL(token);
-        WHEN(BUG != BUG_TAIL_KEPT && BUG != BUG_TAIL_LATE, TAIL(token) = 0)
+        WHEN(BUG != BUG_TAIL_KEPT, TAIL(token) = TAKEN)
     fi;
     THREADS(token) = THREADS(token) & ~POLLS_TAIL;
     GO_ON(token, POLLS_TAIL, COUNT_OF(HEAD(token)))
@@ -309,11 +324,6 @@ active [N * N] proctype receivers() {
     RECEIVE(0)
 #if TOKENS == 2
     RECEIVE(1)
-#endif
-#ifdef COMBINE_WAITS
-    :: d_step { run_awaited[AT(d, s)] && running[AT(d, s)] ->
-            assert(running[AT(d, s)] == step[d] + 1); running[AT(d, s)] = 0;
-            run_awaited[AT(d, s)] = 0; reducers_left[d]-- }
 #endif
     od
 }

@@ -305,8 +305,7 @@ class World:
         if self.config.protocol is Protocol.FENCE_FREE:
             plan = dispatch_grid if kind is Kind.DISPATCH else combine_grid
             grid = plan(self.config, num_tokens, resident)
-            heralds = HERALDS if kind is Kind.DISPATCH else 0
-            return (grid.senders, 0), heralds + grid.ctas
+            return (grid.senders, 0), HERALDS + grid.ctas
         if kind is Kind.DISPATCH:
             return (), dispatch_ctas(num_tokens)
         return (), combine_ctas(self.config, num_tokens, resident)

@@ -152,8 +152,8 @@ def test_dispatch_accesses(arch):
     # To each of two ranks elements and choices; scales, heads and announcements by lane; and all
     # ones once a chunk was read.
     assert found["st.relaxed.sys.global.b128"] == 2 + 2 + 3 + 1
-    # Chunk, head and announcement; the herald acquires.
-    assert found["ld.relaxed.sys.global.b128"] == 3
+    # Chunk, head and announcement, and this of the herald, too; it acquires the clearance.
+    assert found["ld.relaxed.sys.global.b128"] == 3 + 1
     assert found.pop("ld.acquire.sys.global.b128") == 1
     # Two of the tokens' loads, twice; the step of each of three roles.
     assert found["ld.global.v4.b32"] == 4 + 3
@@ -164,11 +164,11 @@ def test_dispatch_accesses(arch):
 @pytest.mark.parametrize("norm", [False, True])
 def test_combine_accesses(norm, arch):
     found = accesses(built(compiler.Kind.COMBINE, norm, "k3_2", arch, "off").ptx)
-    # To the slot, and all ones into each of two slots that were read.
-    assert found["st.relaxed.sys.global.b128"] == 1 + 2
+    # To the slot, all ones into each of two slots that were read; the clearance by lane.
+    assert found["st.relaxed.sys.global.b128"] == 1 + 2 + 1
     assert found["ld.relaxed.sys.global.b128"] == 2
-    # The first row, the first of more, the next one; the step of each of two roles.
-    assert found["ld.global.v4.b32"] == 3 + norm + 2
+    # The first row, the first of more, the next one; the step of each of three roles.
+    assert found["ld.global.v4.b32"] == 3 + norm + 3
     check_nothing_else_is_strong(found)
 
 
@@ -189,12 +189,12 @@ def check_nothing_else_is_strong(found):
 
 @pytest.mark.parametrize(("kind", "norm"), KERNELS)
 def test_only_the_herald_fences_and_no_sender_waits_for_its_cta(kind, norm):
-    is_dispatch = kind is compiler.Kind.DISPATCH
+    is_combine = kind is compiler.Kind.COMBINE
     ptx = built(kind, norm, "k3_16", "sm_103a").ptx
-    assert ptx.count("fence.acq_rel.sys") == is_dispatch
-    assert ptx.count("fence") == is_dispatch
-    # Dispatch: of the herald. Combine: before a row is emptied, and in the norm.
-    assert ptx.count("bar.sync") == (1 if is_dispatch else 1 + norm)
+    assert ptx.count("fence.acq_rel.sys") == is_combine
+    assert ptx.count("fence") == is_combine
+    # Of the herald, before a row is emptied, and in the norm.
+    assert ptx.count("bar.sync") == (2 + norm if is_combine else 0)
     trusted = compiler.build(
         kind,
         EpLayout(K3),
@@ -222,8 +222,7 @@ def test_nothing_but_the_table_is_used_before_the_wait(kind, norm):
     for options in ("early", "late"):
         ptx = built(kind, norm, "k3_2", "sm_90a", options).ptx
         # Each role of the kernel has its own.
-        roles = 3 if kind is compiler.Kind.DISPATCH else 2
-        assert ptx.count("griddepcontrol.wait") == roles
+        assert ptx.count("griddepcontrol.wait") == 3
         first = ptx[: ptx.index("griddepcontrol.wait")]
         assert "griddepcontrol.launch_dependents" not in first
         used = set(re.findall(r"\b((?:ld|st|atom|red)\.[\w.]*global[\w.]*) ", first))

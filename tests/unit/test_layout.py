@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 
 from ep import EpConfig, EpLayout
-from ep.layout import CHUNK_BYTES, LINE_BYTES, SOURCE_BITS
+from ep.layout import CHUNK_BYTES, LINE_BYTES, PARITIES, SOURCE_BITS
 from tests.strategies import configs
 
 RECEIVE = ("x", "scales", "ids", "weights", "header")
@@ -69,8 +69,10 @@ def test_no_line_holds_rows_of_two_sources(config):
 def test_no_line_holds_slots_or_flags_of_two_ranks(config):
     layout = EpLayout(config)
     slots = layout.fields["slots"]
-    assert slots.strides_bytes[1] % LINE_BYTES == 0
-    assert slots.strides_bytes[1] >= 2 * config.hidden
+    assert slots.strides_bytes[2] % LINE_BYTES == 0
+    assert slots.strides_bytes[2] >= 2 * config.hidden
+    assert slots.strides_bytes[1] == config.ranks * slots.strides_bytes[2]
+    assert slots.strides_bytes[0] == config.max_tokens * slots.strides_bytes[1]
     for name in ("dispatch_flags", "combine_flags"):
         assert layout.fields[name].strides_bytes[0] == LINE_BYTES
 
@@ -80,12 +82,18 @@ def test_no_line_holds_slots_or_flags_of_two_ranks(config):
 def test_no_line_holds_staged_rows_of_two_sources_or_steps(config):
     layout = EpLayout(config)
     staging, lines = layout.fields["staging"], layout.fields["announcements"]
-    assert staging.shape[3] * 4 == layout.row_chunks * CHUNK_BYTES == staging.strides_bytes[2]
+    assert staging.shape[3] * 4 == layout.row_chunks * CHUNK_BYTES
+    # Whole lines, so that what a warp stores is whole packets.
+    assert staging.strides_bytes[2] - staging.shape[3] * 4 in range(LINE_BYTES)
+    assert staging.strides_bytes[2] % LINE_BYTES == 0
     assert staging.strides_bytes[1] % LINE_BYTES == staging.strides_bytes[0] % LINE_BYTES == 0
     assert staging.strides_bytes[1] >= config.max_tokens * staging.strides_bytes[2]
     assert lines.strides_bytes == (config.ranks * LINE_BYTES, LINE_BYTES, 4)
     flags = EpLayout(dataclasses.replace(config, protocol="flags"))
-    assert list(flags.fields.values()) == list(layout.fields.values())[:-2]
+    # The same but for halves of what one is enough for.
+    assert list(flags.fields) == list(layout.fields)[:-2]
+    assert flags.fields["slots"].shape == (1, *layout.fields["slots"].shape[1:])
+    assert layout.fields["slots"].shape[0] == PARITIES
 
 
 @any_config

@@ -35,7 +35,7 @@ PAIRS = 3
 """Steps of a graph; the last one counts, which meets the others in full swing."""
 ROLES = {
     Kind.DISPATCH: ("herald", "send", "receive"),
-    Kind.COMBINE: ("send", "reduce"),
+    Kind.COMBINE: ("herald", "send", "reduce"),
 }
 """What CTAs do, in the order of their numbers."""
 
@@ -111,10 +111,7 @@ def measure(
         graph = Graph.capture(bridge.stream, enqueue)
         tokens = steps[0].counts[world.rank]
         senders = {kind: engine.grid(kind, tokens, norm=case.norm).senders for kind in ROLES}
-        cuts = {
-            Kind.DISPATCH: [HERALDS, HERALDS + senders[Kind.DISPATCH]],
-            Kind.COMBINE: [senders[Kind.COMBINE]],
-        }
+        cuts = {kind: [HERALDS, HERALDS + senders[kind]] for kind in ROLES}
         found: list[dict[tuple[Kind, str, Stamp], tuple[float, float, float]]] = []
         for _ in range(replays):
             chain.meet()

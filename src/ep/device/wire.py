@@ -3,8 +3,8 @@
 A chunk is stored and loaded in one access, so that it is seen whole or not at all. Where nothing
 has arrived its last word is all ones; no payload ends in that word, since each kind is coded so
 that it cannot. Who reads such a chunk makes it empty again. What many read, and so nobody can, the
-head of a row and the announcement of a rank, has the number of its step instead: 64 bits, which
-never come round.
+head of a row, the announcement and the clearance of a rank, has the number of its step instead: 64
+bits, which never come round.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from ep.device import ptx
-from ep.layout import NOTHING, PARITIES, EpLayout
+from ep.layout import CHUNK_BYTES, NOTHING, PARITIES, EpLayout
 
 _CANONICAL_NANS = 0x7FFF7FFF
 _SCALE_BIAS = 0x04040404
@@ -37,12 +37,12 @@ def step_of(words: ptx.Vec4) -> Int64:
 
 
 def parity(step: Int64) -> Uint32:
-    """Which half of staging and announcements a step uses."""
+    """Which half of staging, slots and announcements a step uses."""
     return Uint32(step) % PARITIES
 
 
 def note(step: Int64, word: Uint32, tokens: Uint32) -> ptx.Vec4:
-    """A head, with its source word, or an announcement; both with the sender's tokens."""
+    """A head, with its source word, or what a rank says; with the sender's tokens, if any."""
     return *words_of(step), Uint32(word), Uint32(tokens)
 
 
@@ -58,7 +58,7 @@ def tokens_of(chunk: ptx.Vec4) -> Int32:
 
 @cute.jit
 def is_of(chunk: ptx.Vec4, step: Int64) -> Boolean:
-    """Whether a head or an announcement is of `step`, and not of one before."""
+    """Whether a head, an announcement or a clearance is of `step`, and not of one before."""
     low, high = words_of(step)
     return chunk[0] == low and chunk[1] == high
 
@@ -100,3 +100,16 @@ def announcement(layout: EpLayout, parity: Uint32, src_rank: Int32) -> Int64:
     lines = layout.fields["announcements"]
     per_parity, per_source, _ = lines.strides_bytes
     return lines.offset_bytes + Int64(parity) * per_parity + Int64(src_rank) * per_source
+
+
+def clearance(layout: EpLayout, parity: Uint32, src_rank: Int32) -> Int64:
+    """Offset of the chunk in which `src_rank` says with which step's dispatch it has done."""
+    return announcement(layout, parity, src_rank) + CHUNK_BYTES
+
+
+def slot(layout: EpLayout, parity: Uint32, token: Int32, dst_rank: Int32) -> Int64:
+    """Offset of the slot that `dst_rank` stores a token's partial into, in its source's buffer."""
+    slots = layout.fields["slots"]
+    per_parity, per_token, per_rank, _ = slots.strides_bytes
+    block = Int64(parity) * per_parity + Int64(token) * per_token
+    return slots.offset_bytes + block + Int64(dst_rank) * per_rank

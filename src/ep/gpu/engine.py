@@ -65,7 +65,7 @@ class GpuEngine:
         self._launch = _load_kernels(world, layout, options)
         # Ranks that share a GPU must all fit on it at once, and know nothing of each other.
         self._resident = {
-            (kind, norm): self._share_of_gpu(launch, kind, world.ranks_on_gpu)
+            (kind, norm): self._share_of_gpu(launch, world.ranks_on_gpu)
             for kind, launchers in self._launch.items()
             for norm, launch in launchers.items()
         }
@@ -268,12 +268,12 @@ class GpuEngine:
         if not self._is_fence_free:
             return (), combine_ctas(self._config, tokens, self._resident[Kind.COMBINE, norm])
         grid = self.grid(Kind.COMBINE, tokens, norm=norm)
-        return (grid.senders, self._stamps(Kind.COMBINE)), grid.ctas
+        return (grid.senders, self._stamps(Kind.COMBINE)), HERALDS + grid.ctas
 
-    def _share_of_gpu(self, launch: Launcher, kind: Kind, ranks_on_gpu: int) -> int:
+    def _share_of_gpu(self, launch: Launcher, ranks_on_gpu: int) -> int:
         """CTAs of a kernel that may take roles, all resident at once with those of other ranks."""
         resident = launch.resident_ctas(self._device.num_sms) // ranks_on_gpu
-        return max(2, resident - (HERALDS if kind is Kind.DISPATCH else 0))
+        return max(2, resident - (HERALDS if self._is_fence_free else 0))
 
     def _stamps(self, kind: Kind) -> int:
         """Where a kernel built with stamps puts them; nowhere for others."""
@@ -303,6 +303,11 @@ class GpuEngine:
         lines = np.zeros((1 + self._is_fence_free, LINE_BYTES // 8), np.int64)
         lines[:, 0] = step
         cuda.upload(own("control").address, lines)
+        if self._is_fence_free:
+            # As if every rank had given its clearance of `step`: the next dispatch waits for it.
+            notes = np.zeros(own("announcements").shape, np.uint32)
+            notes[..., 4], notes[..., 5] = step & 0xFFFFFFFF, step >> 32
+            cuda.upload(own("announcements").address, notes)
         cuda.synchronize()
         self._record.words[:] = 0
 

@@ -150,7 +150,7 @@ class HostEngine:
             (token_idx,) = (header[first : first + count, 0] != EMPTY_SOURCE).nonzero()
             if token_idx.size:
                 row = first + token_idx
-                self._buffers.at(source, "slots")[token_idx, self._rank] = partials[row]
+                self._buffers.at(source, "slots")[0, token_idx, self._rank] = partials[row]
                 sent.append(row)
         if sent:
             # Before the flags go up: with them the next step's tokens may come.
@@ -182,7 +182,7 @@ class HostEngine:
         eps: float,
         out: Array,
     ) -> None:
-        slots = self._buffers.own("slots")
+        slots = self._buffers.own("slots")[0]
         total = np.zeros(out.shape, np.float32)
         with np.errstate(all="ignore"):
             for rank in range(self._config.ranks):

@@ -2,7 +2,8 @@
 
 Senders store the partials of the peers' rows in 16-byte chunks that announce themselves into the
 slots of their sources, and make the rows empty. Reducers wait for the chunks of their tokens, sum
-them and take them out of the slots. Senders come first and never wait.
+them and take them out of the slots. Senders come first and never wait. The herald, before all,
+tells the peers that this rank has done with what was dispatched to it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ep.device.home import Control, Home
 from ep.device.stamps import Stamps
 from ep.kernels.combine_reduce import TokenReducer
 from ep.kernels.combine_send import MAX_WARPS, Chunks, RowSender
+from ep.kernels.herald import Herald
 from ep.kernels.options import KernelOptions, Pdl
 from ep.layout import EpLayout
 from ep.record import Phase, Stamp
@@ -57,6 +59,7 @@ class EpCombine:
         self.options = options
         chunks = Chunks(self.config.hidden)
         self.threads = chunks.threads
+        self.herald = Herald(layout, options, self.threads)
         self.sender = RowSender(layout, options, chunks)
         self.reducer = TokenReducer(layout, options, chunks)
         # Two fit where a CTA is not of the largest and few chunks are in flight; otherwise threads
@@ -104,7 +107,8 @@ class EpCombine:
         rank, num_tokens : Int32
             This rank and its T, the same as in dispatch.
         num_senders : Int32
-            CTAs that send, at least 1; the others reduce, at least one where there are tokens.
+            CTAs that send, at least 1. Before them comes the herald, after them those that reduce,
+            at least one where there are tokens.
         stamps : Int64
             Device address of uint64 `[num_ctas, STAMPS]`; written by builds with stamps only.
         num_ctas : Int32
@@ -144,25 +148,32 @@ class EpCombine:
         clock = Stamps.of_cta(stamps, on=self.options.stamps)
         clock.mark(Stamp.START)
         home = Home.load(self.layout, table, rank)
-        if cta < num_senders:
+        if cta == 0:
             peers = rows.load_peers(table, self.config.ranks, rank)
             if const_expr(self.options.has_warm):
-                self.sender.warm(partials, home, peers)
+                self.herald.warm(home, peers, Control.DISPATCHED)
             self._begin(clock)
-            self.sender.send(partials, home, peers, num_senders, clock)
+            self.herald.clear(peers, home)
+            clock.mark(Stamp.SENT)
+        elif cta <= num_senders:
+            peers = rows.load_peers(table, self.config.ranks, rank)
+            if const_expr(self.options.has_warm):
+                self.sender.warm(partials, home, peers, cta - 1)
+            self._begin(clock)
+            self.sender.send(partials, home, peers, cta - 1, num_senders, clock)
         else:
             num_ctas, _, _ = cute.arch.grid_dim()
-            first, num_reducers = cta - num_senders, num_ctas - num_senders
+            first, num_reducers = cta - 1 - num_senders, num_ctas - 1 - num_senders
             peers = rows.load_peers(table, self.config.ranks, rank)
             gains = self.reducer.load_gains(norm_weight)
             if const_expr(self.options.has_warm):
                 self.reducer.warm(partials, ids, out, home, first, num_tokens)
             self._begin(clock)
-            _, stopped = home.load_step(Control.DISPATCHED)
+            step, stopped = home.load_step(Control.DISPATCHED)
             watch = Watch(Phase.COMBINE, home, record, timeout_ns, grace_ns)
             lost = self.reducer.reduce(
                 *(partials, ids, out, eps, first, num_reducers, num_tokens, gains),
-                *(peers, stopped, watch, clock),
+                *(peers, step, stopped, watch, clock),
             )
             if not rows.is_empty(lost):
                 bounded.report(lost, watch)

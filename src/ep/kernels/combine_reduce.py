@@ -21,7 +21,7 @@ from ep.device.stamps import Stamps
 from ep.device.sync import POLLS_PER_CLOCK, WARP
 from ep.kernels.combine_send import Chunks
 from ep.kernels.options import KernelOptions
-from ep.layout import CHUNK_BYTES, NOTHING, EpLayout
+from ep.layout import CHUNK_BYTES, NOTHING, PARITIES, EpLayout
 from ep.record import Stamp
 
 LOADS_IN_FLIGHT = 8
@@ -77,13 +77,14 @@ class TokenReducer:
         """Touch what the first token needs."""
         tid, _, _ = cute.arch.thread_idx()
         if first < num_tokens:
-            slots = self.layout.fields["slots"]
             row = home.row(home.rank, first)
             offset = Int64(min(tid, self.chunks.total - 1)) * CHUNK_BYTES
             ptx.touch(home.control(Control.DISPATCHED))
             ptx.touch(ids + Int64(first) * (4 * self.config.top_k))
-            at = home.field("slots") + Int64(first) * slots.strides_bytes[0]
-            ptx.touch(at + offset)
+            for half in range_constexpr(PARITIES):
+                ptx.touch(
+                    home.base + wire.slot(self.layout, Uint32(half), first, Int32(0)) + offset
+                )
             ptx.touch(partials + row * (2 * self.config.hidden) + offset)
             ptx.touch(out + Int64(first) * (2 * self.config.hidden) + offset)
 
@@ -99,6 +100,7 @@ class TokenReducer:
         num_tokens: Int32,
         gains: list[ptx.Vec4],
         peers: list[Int64],
+        step: Int64,
         stopped: Boolean,
         watch: Watch,
         clock: Stamps,
@@ -125,7 +127,8 @@ class TokenReducer:
             expert = rows.load_expert(ids, token + num_reducers, num_tokens, config.top_k)
             row = home.row(home.rank, token)
             local = partials + row * (2 * config.hidden)
-            sums, lost = self._sum_slots(masks, token, local, lost, watch)
+            slot = home.base + wire.slot(self.layout, wire.parity(step), token, Int32(0))
+            sums, lost = self._sum_slots(masks, slot, local, lost, watch)
             if stopped:
                 sums = [[Uint32(NOTHING)] * len(chunk) for chunk in sums]
             if token == first:
@@ -149,14 +152,16 @@ class TokenReducer:
     def _sum_slots(
         self,
         masks: list[Uint32],
-        token: Int32,
+        slot: Int64,
         local: Int64,
         lost: list[Uint32],
         watch: Watch,
     ) -> tuple[list[list[Uint32]], list[Uint32]]:
-        """Sum the thread's chunks over the ranks of `masks`, in rank order, and round to BF16."""
-        slots = self.layout.fields["slots"]
-        slot = watch.home.field("slots") + Int64(token) * slots.strides_bytes[0]
+        """Sum the thread's chunks over the ranks of `masks`, in rank order, and round to BF16.
+
+        `slot` is the address of the token's first slot.
+        """
+        per_rank = self.layout.fields["slots"].strides_bytes[2]
         sums = [[Float32(0.0)] * norm.CHUNK for _ in range(self.chunks.passes)]
         while not rows.is_empty(masks):
             addrs, dst_ranks = [], []
@@ -164,7 +169,7 @@ class TokenReducer:
             for nth in range_constexpr(self.batch):
                 dst_rank, rest = rows.pop_rank(masks)
                 is_own = dst_rank == watch.home.rank
-                at = slot + Int64(dst_rank) * slots.strides_bytes[1]
+                at = slot + Int64(dst_rank) * per_rank
                 if is_own:
                     at = local
                 for idx in range_constexpr(self.chunks.passes):

@@ -9,7 +9,7 @@ from ep.device.home import Control, Home
 from ep.device.stamps import Stamps
 from ep.device.sync import WARP
 from ep.kernels.options import KernelOptions, Warm
-from ep.layout import CHUNK_BYTES, EMPTY_SOURCE, EpLayout
+from ep.layout import CHUNK_BYTES, EMPTY_SOURCE, PARITIES, EpLayout
 from ep.record import Stamp
 
 MAX_WARPS = 16
@@ -63,11 +63,10 @@ class RowSender:
         self.num_words = -(-self.config.ranks // WARP)
 
     @cute.jit
-    def warm(self, partials: Int64, home: Home, peers: list[Int64]) -> None:
+    def warm(self, partials: Int64, home: Home, peers: list[Int64], first: Int32) -> None:
         """Touch what the first row needs; what is read there may still be changing."""
         tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        position = Uint32(cta)
+        position = Uint32(first)
         ptx.touch(home.control(Control.DISPATCHED))
         ptx.touch(home.field("counts"))
         if self._exists(position):
@@ -77,9 +76,10 @@ class RowSender:
             at = partials + row * (2 * self.config.hidden)
             ptx.touch(at + Int64(chunk) * CHUNK_BYTES)
             if const_expr(self.options.warm == Warm.PEERS):
-                base, offset = self._slot(peers, home.rank, position)
-                if tid == 0 and base != 0:
-                    ptx.touch(base + offset)
+                for half in range_constexpr(PARITIES):
+                    base, offset = self._slot(peers, home.rank, position, Uint32(half))
+                    if tid == 0 and base != 0:
+                        ptx.touch(base + offset)
 
     @cute.jit
     def send(
@@ -87,33 +87,30 @@ class RowSender:
         partials: Int64,
         home: Home,
         peers: list[Int64],
+        first: Int32,
         num_senders: Int32,
         clock: Stamps,
     ) -> None:
-        """Send the peers' live rows of this CTA to their sources and make them empty.
+        """Send the peers' live rows of this CTA, sender `first`, and make them empty.
 
         Positions count through all peers' token 0, then 1, and so on, so that the work follows
         the live tokens; lane l looks at the l-th position of the CTA. Nothing is sent after a
         kernel that gave up.
         """
         tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        position = Uint32(cta)
+        position = Uint32(first)
         # Mostly it is live, and then its latency is hidden behind that of the header.
         chunks = self._load_row(partials, position, home)
         sources = self._load_sources(home, position, num_senders)
         step, stopped = home.load_step(Control.DISPATCHED)
         end = self._live_positions(home)
-        if cta == 0 and tid == 0 and not stopped:
-            # Nobody in this kernel reads it; the next dispatch does.
-            ptx.store_v2(home.control(Control.COMBINED), wire.words_of(step))
         more = Boolean(True)
         while more:
             # Each warp goes through the same rounds, whatever it has heard: they meet at a barrier.
             live = ptx.ballot(sources >= 0 and not stopped)
             rest = live
             here = position + Uint32(ptx.lowest_bit(rest)) * Uint32(num_senders)
-            if rest != 0 and here != Uint32(cta):
+            if rest != 0 and here != Uint32(first):
                 chunks = self._load_row(partials, here, home)
             while rest != 0:
                 rest = rest & (rest - 1)
@@ -122,9 +119,9 @@ class RowSender:
                 following = chunks
                 if rest != 0:
                     following = self._load_row(partials, after, home)
-                if here == Uint32(cta):
+                if here == Uint32(first):
                     clock.mark(Stamp.QUANTIZED, chunks[0][0])
-                self._send_row(peers, home.rank, here, chunks)
+                self._send_row(peers, home.rank, here, wire.parity(step), chunks)
                 clock.mark(Stamp.SENT)
                 here, chunks = after, following
             # All warps have seen the headers before the first row is made empty.
@@ -140,10 +137,15 @@ class RowSender:
 
     @cute.jit
     def _send_row(
-        self, peers: list[Int64], rank: Int32, position: Uint32, chunks: list[ptx.Vec4]
+        self,
+        peers: list[Int64],
+        rank: Int32,
+        position: Uint32,
+        parity: Uint32,
+        chunks: list[ptx.Vec4],
     ) -> None:
         """Store a partial in its slot at its source."""
-        base, offset = self._slot(peers, rank, position)
+        base, offset = self._slot(peers, rank, position, parity)
         at = base + offset
         for idx in range_constexpr(self.chunks.passes):
             if self.chunks.is_live(idx):
@@ -152,12 +154,12 @@ class RowSender:
                 )
 
     @cute.jit
-    def _slot(self, peers: list[Int64], rank: Int32, position: Uint32) -> tuple[Int64, Int64]:
+    def _slot(
+        self, peers: list[Int64], rank: Int32, position: Uint32, parity: Uint32
+    ) -> tuple[Int64, Int64]:
         """Buffer of a position's source, and the slot's offset there. All lanes take part."""
-        slots = self.layout.fields["slots"]
         src_rank, token = self._source(position, rank)
-        slot = Int64(token) * slots.strides_bytes[0] + Int64(rank) * slots.strides_bytes[1]
-        return rows.peer_base(peers, src_rank), slots.offset_bytes + slot
+        return rows.peer_base(peers, src_rank), wire.slot(self.layout, parity, token, rank)
 
     @cute.jit
     def _source(self, position: Uint32, rank: Int32) -> tuple[Int32, Int32]:

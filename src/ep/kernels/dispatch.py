@@ -3,7 +3,8 @@
 Senders store the row in 16-byte chunks that announce themselves into staging rows of the peers, or
 straight into the own receive rows. Receivers wait for the chunks of the peers' rows, copy them into
 the receive rows and take them out of staging. Senders come first and never wait. The herald, before
-all, tells the peers that this rank is in the step, and hears it of them.
+all, tells the peers that this rank is in the step, and hears it of them, and that they have done
+with what the step after this one will overwrite.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from ep.device import bounded, ptx, rows
 from ep.device.bounded import Watch
 from ep.device.home import Control, Home
 from ep.device.stamps import Stamps
-from ep.kernels.dispatch_herald import Herald
 from ep.kernels.dispatch_receive import RowReceiver
 from ep.kernels.dispatch_send import TokenSender
+from ep.kernels.herald import Herald
 from ep.kernels.options import KernelOptions, Pdl
 from ep.layout import EpLayout
 from ep.record import Phase, Stamp
@@ -55,9 +56,9 @@ class EpDispatch:
         self.layout = layout
         self.config = layout.config
         self.options = options
-        self.herald = Herald(layout, options)
         self.sender = TokenSender(layout, options)
         self.threads = self.sender.threads
+        self.herald = Herald(layout, options, self.threads)
         self.receiver = RowReceiver(layout, options, self.threads)
 
     @cute.jit
@@ -137,13 +138,13 @@ class EpDispatch:
         if cta == 0:
             peers = rows.load_peers(table, self.config.ranks, rank)
             if const_expr(self.options.has_warm):
-                self.herald.warm(home, peers)
+                self.herald.warm(home, peers, Control.COMBINED)
             self._begin(clock)
-            step, stopped = self.herald.begin_step(home)
+            last, stopped = home.load_step(Control.COMBINED)
             if cute.arch.warp_idx() == 0 and not stopped:
-                self.herald.announce(peers, home, step, num_tokens)
+                self.herald.announce(peers, home, last + 1, num_tokens)
                 clock.mark(Stamp.SENT)
-                lost = self.herald.listen(peers, step, watch)
+                lost = self.herald.listen(peers, last + 1, watch)
                 clock.mark(Stamp.LAST)
         elif cta <= num_senders:
             everyone = rows.Peers.load(table, self.config.ranks, rank)

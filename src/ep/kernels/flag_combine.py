@@ -212,7 +212,7 @@ class EpFlagCombine:
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
-        slot_bytes = fields["slots"].strides_bytes[1]
+        slot_bytes = fields["slots"].strides_bytes[2]
         # Mostly it is live, and then its latency is hidden behind that of the header.
         chunks = self._load_row(partials, Uint32(cta))
         position = Uint32(cta)
@@ -303,7 +303,7 @@ class EpFlagCombine:
         turn = Int32(0)
         while token < num_tokens:
             masks = rows.owners(expert, config)
-            slot = own + slots.offset_bytes + Int64(token) * slots.strides_bytes[0]
+            slot = own + slots.offset_bytes + Int64(token) * slots.strides_bytes[1]
             row = Int64(rank) * rows.stride(config) + Int64(token)
             local = partials + row * (2 * config.hidden)
             sums = self._sum_slots(masks, slot, local, rank)
@@ -327,7 +327,7 @@ class EpFlagCombine:
 
         Loads are relaxed at system scope, so that no L1 serves what it held before the flags.
         """
-        slot_bytes = self.layout.fields["slots"].strides_bytes[1]
+        slot_bytes = self.layout.fields["slots"].strides_bytes[2]
         sums = [[Float32(0.0)] * norm.CHUNK for _ in range(self.passes)]
         while not rows.is_empty(masks):
             # All addresses first, then all loads: so the compiler keeps them in flight at once.

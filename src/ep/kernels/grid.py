@@ -12,7 +12,7 @@ SPARE_TOKENS = 8
 
 
 HERALDS = 1
-"""CTAs of the fence-free protocol's dispatch beside those of `dispatch_grid`, before them."""
+"""CTAs of the fence-free protocol's kernels beside those of a grid below, before them."""
 
 
 class Grid(NamedTuple):
