@@ -27,6 +27,7 @@
  *   TOKENS    most tokens of a rank, 1 or 2: any T from 0 on, each to any set of the other ranks,
  *             chosen anew in each step
  *   MOST      the same for the ranks but 0, if that is fewer
+ *   SENDERS   ranks that have tokens, if not all
  *   PARTS     chunks of a slot, 1 or 2; a row has two: its head, and a tail for all others
  *   SPREAD    a source's tokens have receivers each, where otherwise one goes from token to token
  *   STEPS     4, or 2 for less to remember
@@ -83,6 +84,9 @@
 #endif
 #ifndef PARTS
 #define PARTS 1
+#endif
+#ifndef SENDERS
+#define SENDERS N
 #endif
 
 #define AT(owner, peer) ((owner) * N + (peer))

@@ -14,9 +14,9 @@ inline choose_dests(token) {
 inline choose_tokens() {
     if
     :: tokens[r] = 0
-    :: r == 0 || MOST > 0 -> tokens[r] = 1; choose_dests(0)
+    :: r < SENDERS && (r == 0 || MOST > 0) -> tokens[r] = 1; choose_dests(0)
 #if TOKENS == 2
-    :: r == 0 || MOST > 1 -> tokens[r] = 2; choose_dests(0); choose_dests(1)
+    :: r < SENDERS && (r == 0 || MOST > 1) -> tokens[r] = 2; choose_dests(0); choose_dests(1)
 #endif
     fi
 }
