@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 5.0
+PATIENCE_S = 10.0
 """For a whole claim; who drips it has no more."""
 MAX_GUESTS = 256
 """Who have not proven anything yet; when more come, the oldest goes. A rank comes again."""
@@ -52,9 +52,9 @@ class Notes:
         self._told: dict[str, None] = {}
         self._num_logged = 0
 
-    def add(self, words: str) -> None:
-        """Keep `words`, and log them if they are new."""
-        if words not in self._told and self._num_logged < MAX_LOGGED:
+    def add(self, words: str, *, uninvited: bool = False) -> None:
+        """Keep `words`; log them, if they are new, where somebody came uninvited."""
+        if uninvited and words not in self._told and self._num_logged < MAX_LOGGED:
             self._num_logged += 1
             logger.warning("%s", words)
         self._told.pop(words, None)
@@ -172,7 +172,7 @@ class Door:
             with suppress(OSError):
                 guest.socket.send(refusal(error.reply))
             self._dismiss(guest, "")
-            self._notes.add(f"{error} came from {guest.host}")
+            self._notes.add(f"{error} came from {guest.host}", uninvited=True)
         else:
             del self._guests[guest.socket]
             self.links[claim.rank] = Link(guest.socket, claim.keys, guest.host, claim.port)
@@ -198,7 +198,7 @@ class Door:
         self._selector.unregister(guest.socket)
         guest.socket.close()
         if words:
-            self._notes.add(f"a stranger came from {guest.host}: {words}")
+            self._notes.add(f"a stranger came from {guest.host}: {words}", uninvited=True)
 
 
 def plain(host: str) -> str:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 START_UP = "TCP start-up"
-LEAST_KNOCK_S, MOST_KNOCK_S = 2.0, 10.0
+LEAST_KNOCK_S, MOST_KNOCK_S = 3.0, 15.0
 """Bounds of one greeting, from the first try to later ones: a host may be busy, or no rank."""
 TELL_EVERY_S = 0.5
 
