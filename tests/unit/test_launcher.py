@@ -181,7 +181,9 @@ def test_a_choice(text, value):
 
 
 def test_what_is_no_choice_is_refused():
-    with pytest.raises(ConfigError, match="EP_BOOTSTRAP='udp' is not allowed: one of auto, mpi, tcp"):
+    with pytest.raises(
+        ConfigError, match="EP_BOOTSTRAP='udp' is not allowed: one of auto, mpi, tcp"
+    ):
         choice("EP_BOOTSTRAP", ("auto", "mpi", "tcp"), {"EP_BOOTSTRAP": "udp"})
 
 

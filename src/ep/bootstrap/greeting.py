@@ -20,11 +20,11 @@ from ep.bootstrap.proof import MAX_CREDENTIAL, Authenticator, Refused, prove
 MAGIC = b"ep-meet\n"
 VERSION = 1
 NONCE_BYTES = 32
-HELLO = struct.Struct(f"!8sHBxI{NONCE_BYTES}s")
+HELLO = struct.Struct(f"!8sHBI{NONCE_BYTES}s")
 """Magic, version, scheme, rank, nonce."""
-CLAIM = struct.Struct(f"!8sHHIIHxx32s{NONCE_BYTES}s32s")
+CLAIM = struct.Struct(f"!8sHHIIH32s{NONCE_BYTES}s32s")
 """Magic, version, bytes of the credential, rank, size, port, job, nonce, proof; the credential."""
-ANSWER = struct.Struct("!8sBxxx32s")
+ANSWER = struct.Struct("!8sB32s")
 """Magic, `Reply`, proof."""
 
 

@@ -33,6 +33,8 @@ START_UP = "TCP start-up"
 LEAST_KNOCK_S, MOST_KNOCK_S = 3.0, 15.0
 """Bounds of one greeting, from the first try to later ones: a host may be busy, or no rank."""
 TELL_EVERY_S = 0.5
+LEAVE_S = 1.0
+"""That others wait for rank 0's last word longer than it waits: who leaves first is missing."""
 
 
 class Meeting:
@@ -213,7 +215,7 @@ class Meeting:
         self, link: Link, missing: list[int]
     ) -> tuple[dict[str, Any] | None, list[int]]:
         """Wait until rank 0 has met all; None where it is lost before."""
-        while self._left_s() > 0:
+        while self._left_s() + LEAVE_S > 0:
             try:
                 frame = self._next_frame(link)
             except TimeoutError:
@@ -226,12 +228,12 @@ class Meeting:
             missing = [*map(int, told)]
             if frame.kind is Kind.GIVEN_UP:
                 raise self._timeout(missing)
-        # Rank 0 says whom it waits for, and has no more time than this one.
+        # Rank 0 has begun to wait later, and may have more time.
         raise self._timeout(missing)
 
     def _next_frame(self, link: Link) -> Frame:
         while (frame := link.keys.opener.next()) is None:
-            link.socket.settimeout(max(self._left_s(), 0.001))
+            link.socket.settimeout(max(self._left_s() + LEAVE_S, 0.001))
             data = link.socket.recv(1 << 16)
             if not data:
                 raise ConnectionResetError

