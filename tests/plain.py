@@ -6,8 +6,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
+from typing import IO
 
 import pytest
 
@@ -48,7 +50,9 @@ class Ranks:
     size: int
     rendezvous: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
-    processes: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
+    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    # No pipes: nobody reads them while the ranks run, and a full one would stop a rank.
+    files: dict[tuple[int, str], IO[str]] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
     def start(self, *command, ranks=None, **env):
@@ -60,9 +64,8 @@ class Ranks:
                 cwd=ROOT,
                 env=settings(rank, self.size, self.rendezvous, **given),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+                stdout=self._file(rank, "out"),
+                stderr=self._file(rank, "err"),
                 start_new_session=True,
             )
         return self
@@ -93,15 +96,28 @@ class Ranks:
     def _ended(self):
         jobs = {}
         for rank, process in self.processes.items():
-            out, err = process.communicate(timeout=20)
-            jobs[rank] = Job(process.returncode, out, err, time.monotonic() - self.began)
+            code = process.wait(20)
+            out, err = (self._read(rank, kind) for kind in ("out", "err"))
+            jobs[rank] = Job(code, out, err, time.monotonic() - self.began)
         return Jobs(jobs)
+
+    def _file(self, rank, kind):
+        return self.files.setdefault((rank, kind), tempfile.TemporaryFile("w+"))
+
+    def _read(self, rank, kind):
+        file = self.files[rank, kind]
+        file.seek(0)
+        return file.read()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.kill()
+        for process in self.processes.values():
+            process.wait(20)
+        for file in self.files.values():
+            file.close()
 
 
 class Jobs(dict[int, Job]):

@@ -166,7 +166,7 @@ def test_where_ranks_of_slurm_meet():
 @pytest.mark.parametrize("ports", ["", "x", "5-4", "0", "70000", "1,"])
 def test_reserved_ports_that_are_none(ports):
     environ = STEP | {"SLURM_STEP_RESV_PORTS": ports}
-    with pytest.raises(BootstrapError, match="SLURM_STEP_RESV_PORTS=.* are no ports"):
+    with pytest.raises(BootstrapError, match=r"SLURM_STEP_RESV_PORTS=.* are no ports"):
         rendezvous_of(environ, LAUNCH_OF_SLURM)
 
 
