@@ -17,6 +17,7 @@ from ep.bootstrap.ranks import (
     alike,
     common_error,
     difference_of,
+    ended_ranks,
     everywhere,
     in_words,
     places_of,
@@ -141,8 +142,8 @@ class World:
         ArgumentError
             If there is no such backend.
         BootstrapError
-            If the launcher's variables, MPI and its library do not fit together; on GPUs, if a rank
-            has none, or shares one without having asked for it.
+            If the launcher's variables, MPI and its library do not fit together, or ranks cannot
+            prove themselves over TCP; on GPUs, if a rank has none, or shares one unasked.
         EpTimeout
             If ranks are missing, naming them.
         """
@@ -270,14 +271,9 @@ class World:
 
     def explain(self, error: EpTimeout) -> EpTimeout:
         """Add to `error` which ranks have ended. Local."""
-        # Not of the awaited alone: who waits for one that waits for the dead excludes the same.
-        gone = {
-            rank: place.node
-            for rank, place in enumerate(self.places)
-            if rank not in self.excluded and place.has_ended()
-        }
+        gone = ended_ranks(self.places, self._channel.gone() - self.excluded, self.excluded)
         fields = (error.phase, error.step, error.rank, error.awaited, error.seen, error.waited_s)
-        return EpTimeout(*fields, gone)
+        return EpTimeout(*fields, gone, error.notes)
 
     def regroup(self, excluded: Iterable[int] = ()) -> None:
         """Meet again, wherever each rank was, without `excluded`. Collective over those that stay.
@@ -310,8 +306,8 @@ class World:
     def note_timeout(self) -> None:
         """Remember that a bounded wait has expired, in a step say. Local.
 
-        Unless the world is closed in order after it, the process ends the job when it exits: MPI
-        would wait, without bound, for a rank that may be dead.
+        Over MPI the process ends the job when it exits, unless the world is closed in order after
+        it: MPI would wait, without bound, for a rank that may be dead.
         """
         self._channel.note_timeout()
 
