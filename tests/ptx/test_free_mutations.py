@@ -71,6 +71,8 @@ RANDOM = Try(3, Mode.RANDOM, (2, 3, 1, 2), resident=3, experts=False)
 TRIES = (UNFAIR, SOON, OLD, RANDOM)
 MANY = Try(5, Mode.UNFAIR, (0, 40), resident=1, experts=False)
 """One rank sends more than a look at the headers covers, and the other one does not."""
+RISING = Try(4, Mode.ADVERSARIAL, (0, 40), resident=1, experts=False)
+"""For the count of a peer's tokens: who takes an older one than the step's finds fewer rows."""
 HALTED = tuple(Try(seed, Mode.UNFAIR, (3, 3), resident=2 + seed % 4) for seed in range(10, 22))
 """For barriers: one warp goes on while another one of its CTA stands still."""
 RECYCLING = tuple(
@@ -169,7 +171,7 @@ def first_failure(group, mutant):
     elif mutant.name.startswith("trigger"):
         tries = (UNFAIR, OLD)
     elif mutant.name.startswith(("chunk", "acquired")) and not mutant.name.endswith("removed"):
-        tries = TRIES[1:]
+        tries = (*TRIES[1:], RISING) if mutant.name.startswith("chunk load") else TRIES[1:]
     elif mutant.name.startswith("store"):
         problem = failure(group.options, ptx, UNFAIR) or expiry_failure(group, ptx)
         if problem:

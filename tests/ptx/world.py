@@ -375,7 +375,7 @@ class World:
             *(self._field(buffer, name) for name in ("dispatch_flags", "combine_flags")),
         ]
         if self.config.protocol is Protocol.FENCE_FREE:
-            control[1, 0] -= num_steps
+            control[1, 0] = int(control[1, 0]) != num_steps
             left += self._not_taken(buffer)
         if num_steps != self.num_steps or any(array.any() for array in left):
             raise Wrong(f"rank {rank}, after step {step.number}: counters or flags are not back")
