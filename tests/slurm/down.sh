@@ -20,10 +20,10 @@ ours() { # NAME...
   local name pid
   for name in "$@"; do
     for pid in $(pgrep -x "$name"); do
-      if tr '\0' '\n' <"/proc/$pid/cmdline" 2>/dev/null | grep -qF -- "$lab/" ||
-        tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | grep -qxF -- "SLURM_CONF=$SLURM_CONF"; then
+      if grep -qF -- "$lab/" "/proc/$pid/cmdline" ||
+        grep -qzxF -- "SLURM_CONF=$SLURM_CONF" "/proc/$pid/environ"; then
         echo "$pid"
-      fi
+      fi 2>/dev/null
     done
   done
 }

@@ -7,6 +7,8 @@
 #   FOLDER  of everything it writes; made where missing, removed by down.sh
 #   PORT    first of the five that it listens on, on 127.0.0.1 (16817)
 #   PID     down.sh is run when this process ends, whatever way
+#
+# Exits with 77, as skipped tests do, where there cannot be one: no root, no Slurm, no namespaces.
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 PATH=$PATH:/usr/sbin:/sbin
@@ -27,13 +29,20 @@ die() {
   exit 1
 }
 
+cannot() {
+  printf 'up.sh: %s\n' "$*" >&2
+  exit 77
+}
+
 [[ $lab == /* ]] || die "$lab is no absolute path"
 [[ $port =~ ^[0-9]{4,5}$ ]] || die "$port is no port: 1024 to 65530"
-((EUID == 0)) || die "must run as root: a slurmd starts tasks of any user"
+((EUID == 0)) || cannot "must run as root: a slurmd starts tasks of any user"
 for program in slurmctld slurmd srun munged; do
   command -v "$program" >/dev/null ||
-    die "no $program: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
+    cannot "no $program: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
 done
+unshare --uts --ipc --mount true 2>/dev/null ||
+  cannot "no namespaces for nodes: run on a machine or in a container with --privileged"
 
 runs() { # PIDFILE NAME
   local pid
@@ -71,6 +80,7 @@ echo "NodeName=nvl[0-3] Name=gpu File=$lab/gpu/nvidia[0-3]" >"$lab/gres.conf"
 (umask 077 && head -c 128 /dev/urandom >"$lab/run/munge.key")
 
 if [[ -n $owner ]]; then
+  # shellcheck disable=SC2016 # for the shell that waits
   setsid sh -c 'tail --pid="$1" -f /dev/null; exec "$2" "$3"' sh "$owner" "$here/down.sh" "$lab" \
     2>>"$lab/log/up.log" 3>&- &
 fi
@@ -87,7 +97,7 @@ fi
       mount -t tmpfs -o mode=1777 tmpfs /dev/shm
       mount --bind "$2/hosts" /etc/hosts
       exec slurmd -c -N "$1" -f "$2/slurm.conf"' sh "$node" "$lab" ||
-      die "slurmd of $node did not start: it needs namespaces of its own (a container: --privileged)"
+      die "slurmd of $node did not start"
   done
 } 2>>"$lab/log/up.log" 3>&-
 for _ in {1..150}; do

@@ -133,8 +133,10 @@ def test_a_world_knows_every_rank_s_seat(play):
 def test_placement_in_words_and_for_programs(play):
     places, seats = play([0, 1, 0, 1], [RACK, None], lambda world: (world.places, world.seats))[0]
     assert placement_lines(places, seats) == [
-        "nvl0: ranks 0, 2; GPUs 0 0000:00:00.0 00000000, 1 0000:01:00.0 01010101; cluster abababab"
-        ", clique 7",
+        (
+            "nvl0: ranks 0, 2; GPUs 0 0000:00:00.0 00000000, 1 0000:01:00.0 01010101; "
+            "cluster abababab, clique 7"
+        ),
         "nvl1: ranks 1, 3; GPUs 0 0000:00:00.0 10101010, 1 0000:01:00.0 11111111; fabric not told",
     ]
     columns = placement_json(places, seats)
