@@ -17,6 +17,7 @@ VARIABLES = (
     "EP_CACHE_DIR",
     "EP_CHECK",
     "EP_COMMIT",
+    "EP_IMAGE",
     "EP_MPI",
     "EP_NP",
     "EP_PROOFS",

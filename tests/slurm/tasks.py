@@ -46,10 +46,10 @@ def play_gpus(clique_of):
         fabric = Fabric("completed", "", "ab" * 16, clique_of(int(node[-1])), "healthy")
         return Seat(device.ordinal, f"{node}-{number}", f"0000:0{number}:00.0", fabric)
 
-    played: Any = Seat
-    played.of = seat_of
-    placement.choose_device = choose
-    ep.bootstrap.world.gpu_obstacle = lambda: None
+    modules: tuple[Any, ...] = (Seat, placement, ep.bootstrap.world)
+    modules[0].of = seat_of
+    modules[1].choose_device = choose
+    modules[2].gpu_obstacle = lambda: None
     # As if each node had a kernel of its own.
     own = Place.own
     ep.bootstrap.world.Place.own = lambda: own().__class__(  # type: ignore[method-assign]
