@@ -105,8 +105,10 @@ class EpTimeout(EpError, TimeoutError):
     waited_s : float
         Seconds waited.
     gone : dict of int to str
-        Ranks whose process has ended, awaited or not, and their nodes. Of processes on other
-        machines nothing is known.
+        Ranks whose process has ended, awaited or not, and their nodes; "" for one that was never
+        told. Over MPI nothing is known of other machines; over TCP a lost connection counts, too.
+    notes : tuple of str
+        What else was seen while waiting.
     """
 
     def __init__(
@@ -118,13 +120,16 @@ class EpTimeout(EpError, TimeoutError):
         seen: tuple[int, ...],
         waited_s: float,
         gone: Mapping[int, str] | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         where = f"{phase} of step {step}" if step else phase
         steps = ", ".join(map(str, sorted(set(seen)) if len(set(seen)) == 1 else seen))
         last = f" (their last seen step: {steps})" if seen else ""
         dead = "".join(
-            f"; rank {one}'s process on node {node} is gone" for one, node in (gone or {}).items()
+            f"; rank {one}'s process{f' on node {node}' * bool(node)} is gone"
+            for one, node in (gone or {}).items()
         )
+        dead += "".join(f"; {note}" for note in notes)
         remedy = "look at those ranks' logs first"
         if gone and step:
             remedy = "go on without the dead by Exchange.exclude, or end the job"
@@ -143,10 +148,11 @@ class EpTimeout(EpError, TimeoutError):
         self.seen = seen
         self.waited_s = waited_s
         self.gone = dict(gone or {})
+        self.notes = tuple(notes)
 
     def __reduce__(self) -> tuple[type[EpTimeout], tuple[object, ...]]:
         fields = (self.phase, self.step, self.rank, self.awaited, self.seen, self.waited_s)
-        return type(self), (*fields, self.gone)
+        return type(self), (*fields, self.gone, self.notes)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

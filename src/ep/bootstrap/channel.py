@@ -47,6 +47,10 @@ class Channel(Protocol):
         """
         ...
 
+    def gone(self) -> frozenset[int]:
+        """Give the ranks whose process is known to have ended, or to be out of reach. Local."""
+        ...
+
     def abort(self, code: int) -> None:
         """End the job: every rank, at once. Returns only where there is nobody else to end."""
         ...
@@ -72,6 +76,10 @@ class SingleChannel:
 
     def regroup(self, excluded: frozenset[int], timeout_s: float) -> None:
         """See `Channel`."""
+
+    def gone(self) -> frozenset[int]:
+        """Give nobody: there is no sign of it."""
+        return frozenset()
 
     def abort(self, code: int) -> None:
         """See `Channel`."""
@@ -176,6 +184,10 @@ class ThreadChannel:
         same_exclusions({rank: said.excluded for rank, said in met.items()})
         self._round = max(said.round for said in met.values())
         self._present = others
+
+    def gone(self) -> frozenset[int]:
+        """Give nobody: there is no sign of it."""
+        return frozenset()
 
     def abort(self, code: int) -> None:  # noqa: ARG002 - one protocol
         """Make every wait of the other threads end. They are not killed."""

@@ -172,6 +172,10 @@ class MpiChannel:
     def _peers(self, excluded: frozenset[int]) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank and rank not in excluded]
 
+    def gone(self) -> frozenset[int]:
+        """Give nobody: MPI does not say."""
+        return frozenset()
+
     def abort(self, code: int) -> None:
         """See `Channel`. A forked child only keeps the code for its own end."""
         if os.getpid() != self._process:

@@ -107,6 +107,21 @@ def places_of(said: list[Place]) -> tuple[Place, ...]:
     )
 
 
+def ended_ranks(
+    places: tuple[Place, ...], lost: frozenset[int], excluded: frozenset[int]
+) -> dict[int, str]:
+    """Give the ranks that have ended, and their nodes, from their places or a lost connection.
+
+    Not of awaited ranks alone: who waits for one that waits for the dead excludes the same.
+    """
+    ended = {
+        rank
+        for rank, place in enumerate(places)
+        if rank not in excluded and (rank in lost or place.has_ended())
+    }
+    return {rank: places[rank].node if places else "" for rank in sorted(ended | lost)}
+
+
 def agree_on_backend(asked: list[str], obstacles: list[str | None]) -> Backend:
     """Choose for all ranks, from what each asked for and what keeps it from using a GPU.
 

