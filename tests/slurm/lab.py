@@ -36,6 +36,8 @@ class Lab:
             # UCX's addresses for all transports are too long for PMI-2: Slurm now and then refuses
             # what MPICH makes of them ("value not properly terminated"), and the job hangs.
             "UCX_TLS": "tcp,self",
+            # Ranks that meet without MPI prove themselves by this Slurm's own munge.
+            "EP_MUNGE_SOCKET": str(folder / "run" / "munge.socket"),
             # /dev/shm is each node's own.
             "EP_SHM_DIR": str(self.shared),
         }

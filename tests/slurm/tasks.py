@@ -1,5 +1,6 @@
 """What each task does in tests of Slurm: `python -m tests.slurm.tasks CASE [ARGUMENT...]`."""
 
+import dataclasses
 import os
 import signal
 import sys
@@ -11,12 +12,11 @@ from typing import Any
 import ep
 import ep.bootstrap.world
 from ep.bench.cases import Case
-from ep.bench.check import run_checked_step
 from ep.bootstrap import Place, placement
 from ep.bootstrap.device import device_index
 from ep.bootstrap.fabric import Fabric
 from ep.bootstrap.placement import Seat, placement_lines
-from tests.multirank.worker import config, raises
+from tests.multirank.worker import check, config, raises
 
 DEAD = 5
 
@@ -27,8 +27,7 @@ def steps(world, num_steps=3):
     with ep.Exchange(world, config_) as exchange:
         for number in range(num_steps):
             step = Case(config=config_, uneven=number % 2 == 1).step(number, (3, 4, 1)[number % 3])
-            complaint = run_checked_step(exchange, step)
-            assert complaint is None, complaint
+            check(world, exchange, step)
 
 
 def play_gpus(clique_of):
@@ -46,15 +45,16 @@ def play_gpus(clique_of):
         fabric = Fabric("completed", "", "ab" * 16, clique_of(int(node[-1])), "healthy")
         return Seat(device.ordinal, f"{node}-{number}", f"0000:0{number}:00.0", fabric)
 
-    modules: tuple[Any, ...] = (Seat, placement, ep.bootstrap.world)
-    modules[0].of = seat_of
-    modules[1].choose_device = choose
-    modules[2].gpu_obstacle = lambda: None
+    played: tuple[Any, ...] = (Seat, placement, ep.bootstrap.world, Place)
     # As if each node had a kernel of its own.
-    own = Place.own
-    ep.bootstrap.world.Place.own = lambda: own().__class__(  # type: ignore[method-assign]
-        **vars(own()) | {"machine": node}
-    )
+    own = dataclasses.replace(Place.own(), machine=node)
+    for target, name, value in zip(
+        played,
+        ("of", "choose_device", "gpu_obstacle", "own"),
+        (seat_of, choose, lambda: None, lambda: own),
+        strict=True,
+    ):
+        setattr(target, name, value)
 
 
 def gpus(*visible):
@@ -89,7 +89,7 @@ def dies(*_arguments):
         fields = config(world, "tiny", 4, timeout_s=2, grace_s=0)
         exchange = ep.Exchange(world, fields)
         step = Case(config=fields).step(0, 3)
-        assert run_checked_step(exchange, step) is None
+        check(world, exchange, step)
         if world.rank == DEAD:
             os.kill(os.getpid(), signal.SIGKILL)
         inputs = step.inputs(world.rank)

@@ -17,9 +17,9 @@ HAS_MPICH = "mpich" in {package.name for package in distributions()}
 needs_mpich = pytest.mark.skipif(
     not HAS_MPICH, reason="Slurm's pmi2 was found to work with the MPICH wheel alone"
 )
-ROUTES = pytest.mark.parametrize(
-    "route", [pytest.param(("--mpi=pmi2",), id="pmi2", marks=needs_mpich)]
-)
+# All that MPI has no part in is tried once, by the route that needs nothing.
+NO_MPI = "--mpi=none"
+ROUTES = pytest.mark.parametrize("route", [NO_MPI, pytest.param("--mpi=pmi2", marks=needs_mpich)])
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def check_rows(job, path):
 @ROUTES
 def test_srun(lab, route, bench):
     command, rows = bench
-    check_rows(lab.srun("-K1", *route, *command), rows)
+    check_rows(lab.srun("-K1", route, *command), rows)
 
 
 @needs_mpich
@@ -66,10 +66,9 @@ def test_mpirun_in_a_batch_job_is_not_misled_by_the_values_of_its_step(lab, benc
     assert "leaked: 0 of 8" in job.out, job
 
 
-@ROUTES
 @pytest.mark.parametrize(("asked", "visible"), [("per-task=1", "1"), ("per-node=4", "4")])
-def test_each_rank_takes_the_gpu_of_its_own(lab, route, asked, visible):
-    job = lab.srun("-K1", *route, f"--gpus-{asked}", *TASKS, "gpus", visible)
+def test_each_rank_takes_the_gpu_of_its_own(lab, asked, visible):
+    job = lab.srun("-K1", NO_MPI, f"--gpus-{asked}", *TASKS, "gpus", visible)
     assert job.code == 0, job
     index = {"1": "0000", "4": "0123"}[visible]
     for node in range(4):
@@ -80,9 +79,8 @@ def test_each_rank_takes_the_gpu_of_its_own(lab, route, asked, visible):
         assert words in job.out, job
 
 
-@ROUTES
-def test_ranks_of_two_domains_are_refused(lab, route):
-    job = lab.srun("-K1", *route, "--gpus-per-node=4", *TASKS, "apart")
+def test_ranks_of_two_domains_are_refused(lab):
+    job = lab.srun("-K1", NO_MPI, "--gpus-per-node=4", *TASKS, "apart")
     assert job.code != 0, job
     words = (
         "ranks 0-7 on nvl0, nvl1: cluster abababababababababababababababab, clique 0; ranks 8-15"
@@ -90,10 +88,9 @@ def test_ranks_of_two_domains_are_refused(lab, route):
     assert words in job.err, job
 
 
-@ROUTES
-def test_a_dev_shm_of_each_node_is_told(lab, route, bench):
+def test_a_dev_shm_of_each_node_is_told(lab, bench):
     command, _ = bench
-    job = lab.srun("-K1", *route, *command, env={"EP_SHM_DIR": None})
+    job = lab.srun("-K1", NO_MPI, *command, env={"EP_SHM_DIR": None})
     assert job.code == 1, job
     words = "ranks 4-15 on nvl1, nvl2, nvl3 cannot see what rank 0 on nvl0 makes in /dev/shm"
     assert job.err.count(words) == 1, job
@@ -101,26 +98,24 @@ def test_a_dev_shm_of_each_node_is_told(lab, route, bench):
 
 @ROUTES
 def test_a_node_that_never_comes(lab, route):
-    job = lab.srun("-K1", *route, *TASKS, "absent", "nvl2")
+    job = lab.srun("-K1", route, *TASKS, "absent", "nvl2")
     assert job.code != 0, job
     assert job.seconds < 30, job
     assert "waited 4.0 s" in job.err, job
 
 
-@ROUTES
 @pytest.mark.parametrize("kill", ["-K1", "-K0"])
-def test_a_task_that_dies(lab, route, kill):
-    job = lab.srun(kill, *route, *TASKS, "dies")
+def test_a_task_that_dies(lab, kill):
+    job = lab.srun(kill, NO_MPI, *TASKS, "dies")
     assert job.code != 0, job
     assert "nvl1: task 5: Killed" in job.err, job
     # Where Slurm does not end the others, they say why they end themselves.
     assert (kill == "-K1") or "rank 5's process on node nvl1 is gone" in job.out + job.err, job
 
 
-@ROUTES
-def test_two_jobs_at_once_on_the_same_nodes(lab, route, tmp_path):
+def test_two_jobs_at_once_on_the_same_nodes(lab, tmp_path):
     def start(own, other):
-        return lab.srun("-K1", *route, *TASKS, "beside", tmp_path, own, other, ranks=8)
+        return lab.srun("-K1", NO_MPI, *TASKS, "beside", tmp_path, own, other, ranks=8)
 
     with ThreadPoolExecutor() as pool:
         jobs = pool.map(start, ("first", "second"), ("second", "first"))
