@@ -142,6 +142,14 @@ def test_a_variable_that_nothing_reads():
     assert found[1].remedy == "write EP_SHARE_GPUS, or unset it"
 
 
+@pytest.mark.parametrize("name", ["EP_SECRET", "EP_SECRETS", "EP_SECRT", "EP_MY_SECRET"])
+def test_a_secret_is_not_shown(name):
+    given = context({name: "0123456789abcdef"})
+    found = launch.check_ep_variables(given)
+    assert f"{name}=(not shown)" in found[0].words + found[-1].words
+    assert "0123456789abcdef" not in repr(found) + repr(given.facts)
+
+
 def test_known_variables_are_those_that_are_read():
     files = [ROOT / "README.md", *(ROOT / "launch").iterdir(), ROOT / ".ci" / "run"]
     files += [*(ROOT / "src").rglob("*.py"), ROOT / "tests" / "multirank" / "test_failures.py"]

@@ -91,8 +91,9 @@ def test_what_an_uncaught_error_calls_of_the_world_is_no_collective_call():
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "watch"
     )
     calls = set(reached("ep/bootstrap/world.py", watched, set()))
-    calls |= set(reached("ep/bootstrap/mpi.py", "abort", set()))
-    assert "Abort" in calls
+    for channel in ("mpi", "tcp"):
+        calls |= set(reached(f"ep/bootstrap/{channel}.py", "abort", set()))
+    assert {"Abort", "_exit"} <= calls
     assert not COLLECTIVE & calls
 
 

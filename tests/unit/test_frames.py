@@ -15,6 +15,7 @@ from ep.bootstrap.greeting import (
     HELLO,
     MAGIC,
     Party,
+    Reply,
     Unwelcome,
     check_answer,
     check_claim,
@@ -108,8 +109,7 @@ def greet(host, guest):
     try:
         answer, claimed = check_claim(host, said, words)
     except Unwelcome as error:
-        assert error.reply is not None
-        answer, claimed = refusal(error.reply), error
+        answer, claimed = refusal(error.reply or Reply.WELCOME), error
     try:
         keys = check_answer(guest, key, bound, answer)
     except Unwelcome as error:

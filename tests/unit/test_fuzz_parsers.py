@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import ep
 import ep.bench.cli
 import ep.tune.cli
+from ep.bootstrap.address import rendezvous_of
 from ep.bootstrap.launcher import detect
 from ep.kernels.options import KernelOptions
 from ep.kernels.tuning import load_table, read_table
@@ -163,18 +164,28 @@ def test_kernel_options_made_of_anything(fields):
 LAUNCHER = st.sampled_from(
     [
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
-        *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"),
+        *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"),
+        *("EP_RANK", "EP_RANKS", "EP_LOCAL_RANK", "EP_RENDEZVOUS"),
+        *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+        *("SLURM_STEP_RESV_PORTS", "SLURM_STEP_TASKS_PER_NODE"),
     ]
 )
 NUMBERS = st.integers(-2, 9).map(str) | st.sampled_from(["9" * 5000, "٣", "²", " 1", "1_0", "0x1"])
 
 
-@given(st.dictionaries(LAUNCHER, NUMBERS | st.text(max_size=3), max_size=7))
+ADDRESSES = st.sampled_from(
+    ["head", "head:1", "[::1]:2-3", "nvl[0-3]", "4(x2),1", "12000-12003", "::1"]
+)
+
+
+@given(st.dictionaries(LAUNCHER, NUMBERS | st.text(max_size=3) | ADDRESSES, max_size=9))
 @example({"PMI_RANK": "0", "PMI_SIZE": "9" * 5000})
 def test_a_launcher_of_anything(environ):
     launch = result_of(detect, environ)
     if launch is not None:
         assert 0 <= launch.rank < launch.size < 10**9
+        place = result_of(rendezvous_of, environ, launch)
+        assert place is None or (place.host and place.ports and str(place))
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0")))
