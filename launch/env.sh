@@ -31,3 +31,16 @@ export EP_CACHE_DIR=${EP_CACHE_DIR:-$HOME/.cache/ep}
 #export EP_COMMIT=${EP_COMMIT:-}
 # Go on with other versions of the extra gpu than the tested ones.
 #export EP_UNTESTED_VERSIONS=${EP_UNTESTED_VERSIONS:-1}
+
+# Ranks that no launcher counts, or that meet without MPI: docs/bootstrap.md
+
+# auto, mpi or tcp: how the ranks find each other.
+#export EP_BOOTSTRAP=${EP_BOOTSTRAP:-auto}
+# The same random text on all ranks, by which they prove themselves where they meet over TCP; never in a script.
+#export EP_SECRET=${EP_SECRET:-}
+# Socket of the munge that does it where there is no EP_SECRET, if it is not the default one.
+#export EP_MUNGE_SOCKET=${EP_MUNGE_SOCKET:-/run/munge/munge.socket.2}
+# Where they meet: host:port of rank 0.
+#export EP_RENDEZVOUS=${EP_RENDEZVOUS:-}
+# Rank, ranks and local rank of a process, where neither Slurm, MPI nor torchrun says so.
+#export EP_RANK=${EP_RANK:-} EP_RANKS=${EP_RANKS:-} EP_LOCAL_RANK=${EP_LOCAL_RANK:-}

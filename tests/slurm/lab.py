@@ -46,10 +46,11 @@ class Lab:
         """Run a command of Slurm's; an `env` of None takes a variable away."""
         given = {k: v for k, v in (self.env | (env or {})).items() if v is not None}
         try:
-            return run(command, timeout_s, given)
+            job: Job = run(command, timeout_s, given)
         except BaseException:
             self.clear()
             raise
+        return job
 
     def srun(self, *command, timeout_s=60, env=None, nodes=4, ranks=16) -> Job:
         """Run `srun ... python COMMAND`; options of srun come first, up to the one that is none."""
@@ -82,7 +83,7 @@ def started():
     """Start one, and end it however the tests end; skip, in words, where there can be none."""
     folder = Path(tempfile.mkdtemp(prefix="ep-slurm-"))
     try:
-        up = [HERE / "up.sh", folder, str(free_ports()), str(os.getpid())]
+        up = [str(HERE / "up.sh"), str(folder), str(free_ports()), str(os.getpid())]
         done = subprocess.run(up, capture_output=True, text=True, timeout=90, cwd=ROOT)
         if done.returncode == CANNOT:
             pytest.skip(done.stderr.strip())

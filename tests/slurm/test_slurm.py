@@ -105,7 +105,7 @@ def test_a_node_that_never_comes(lab, route):
     assert job.seconds < 30, job
     assert "waited 4.0 s" in job.err, job
     # MPI's start-up knows of nobody.
-    assert route != NO_MPI or "ranks 8-11 (node nvl2)" in job.err, job
+    assert route != NO_MPI or "Slurm has ranks 8-11 on node nvl2" in job.err, job
 
 
 @pytest.mark.parametrize("kill", ["-K1", "-K0"])
