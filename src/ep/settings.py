@@ -39,6 +39,8 @@ VARIABLES = (
 """Every variable that something here reads; `ep.doctor` takes others for typing errors."""
 SECRETS = ("EP_SECRET",)
 """Variables whose values are never shown."""
+OF_A_RANK = ("EP_LOCAL_RANK", "EP_RANK")
+"""Variables that differ between ranks."""
 
 
 def is_set(name: str, environ: Mapping[str, str] = os.environ) -> bool:

@@ -27,7 +27,7 @@ def without_first():
 
 
 def connect():
-    ep.World.connect(backend="host", timeout_s=1.5)
+    ep.World.connect(backend="host", timeout_s=3)
 
 
 def tell(number):

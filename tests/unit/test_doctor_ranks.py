@@ -50,7 +50,11 @@ def test_backend_of_all_ranks():
 
 def test_versions_and_variables_that_differ():
     versions = [{"ep": "1", "numpy": "2"}, {"ep": "1"}, {"ep": "1", "numpy": "2"}]
-    told = survey([None] * 3, versions=versions, variables=[{}, {"EP_CHECK": "1"}, {}])
+    told = survey(
+        [None] * 3,
+        versions=versions,
+        variables=[{"EP_RANK": "0"}, {"EP_CHECK": "1", "EP_RANK": "1"}, {}],
+    )
     (found,) = ranks.check_versions(told)
     assert (found.mark, found.words) == (Mark.FAIL, "numpy: ranks 0, 2: 2; rank 1: none")
     (found,) = ranks.check_variables(told)

@@ -210,3 +210,17 @@ def test_a_hello_that_is_not_answered(change, words):
         fields[index] = value
     with pytest.raises(Unwelcome, match=words):
         claim(guest, 0, HELLO.pack(*fields))
+
+
+@pytest.mark.parametrize(
+    "came",
+    [
+        b"G",
+        b"GET / HTTP/1.1",
+        MAGIC + struct.pack("!HH", 2, 0) + bytes(CLAIM.size),
+        MAGIC + struct.pack("!HH", 1, 4097) + bytes(CLAIM.size),
+    ],
+)
+def test_what_can_be_no_claim_is_told_at_once(came):
+    with pytest.raises(Unwelcome):
+        claim_bytes(came)

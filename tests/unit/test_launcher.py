@@ -133,7 +133,7 @@ def test_where_ranks_of_torchrun_meet():
     elastic = rendezvous_of(ELASTIC, Launch("torchrun", 1, 2))
     # At that one torchrun listens itself.
     assert 29500 not in elastic.ports
-    assert elastic.job == "run"
+    assert elastic.job == "torchrun run head:29500"
     assert rendezvous_of(PLAIN | {"MASTER_ADDR": "::1"}, Launch("torchrun", 1, 2)).host == "::1"
 
 

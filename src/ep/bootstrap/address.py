@@ -6,6 +6,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING
 
+from ep.bootstrap.launcher import is_started_by_srun
 from ep.bootstrap.slurm import candidate_ports, expand_hosts, job_of, nodes_of_ranks
 from ep.errors import BootstrapError, shown
 
@@ -65,15 +66,15 @@ def rendezvous_of(environ: Mapping[str, str], launch: Launch) -> Rendezvous:
     BootstrapError
         If nothing says so, or what does makes no sense.
     """
-    slurm = "SLURM_STEP_ID" in environ and launch.launcher in ("slurm", "mpich")
-    job = job_of(environ) if slurm else environ.get("TORCHELASTIC_RUN_ID", "")
+    slurm = is_started_by_srun(environ, launch)
+    job = job_of(environ) if slurm else ""
     nodes = nodes_of_ranks(environ, launch.rank, launch.size) if slurm else ()
     if "EP_RENDEZVOUS" in environ or launch.launcher == "ep":
         text = environ.get("EP_RENDEZVOUS", "")
         host, ports = parse_address(text)
         return Rendezvous(job or f"ep {text}", host, ports, "EP_RENDEZVOUS", nodes)
     if launch.launcher == "torchrun":
-        return _of_torchrun(environ, job)
+        return _of_torchrun(environ)
     if slurm:
         host = expand_hosts(environ.get("SLURM_STEP_NODELIST", ""))[0]
         return Rendezvous(job, host, _slurm_ports(environ, job), "SLURM_STEP_NODELIST", nodes)
@@ -102,7 +103,7 @@ def parse_address(text: str) -> tuple[str, tuple[int, ...]]:
     )
 
 
-def _of_torchrun(environ: Mapping[str, str], job: str) -> Rendezvous:
+def _of_torchrun(environ: Mapping[str, str]) -> Rendezvous:
     host, text = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     bare = host.removeprefix("[").removesuffix("]")
     match = _ADDRESS.fullmatch(f"[{bare}]:{text}" if ":" in bare else f"{bare}:{text}")
@@ -111,10 +112,12 @@ def _of_torchrun(environ: Mapping[str, str], job: str) -> Rendezvous:
             f"MASTER_ADDR={shown(host)} and MASTER_PORT={shown(text)} are no host and port, though "
             "torchrun seems to have started this process; set both on every rank, or EP_RENDEZVOUS"
         )
-    name = job or f"torchrun {host}:{text}"
-    ports = candidate_ports(f"{name} {text}")
+    run = environ.get("TORCHELASTIC_RUN_ID")
+    # Two runs may have the same id, which is "none" if nobody gives one.
+    job = f"torchrun {run} {host}:{text}"
+    ports = candidate_ports(job)
     # At its own port torchrun listens itself; elsewhere it may be the only one that is let through.
-    return Rendezvous(name, bare, ports if job else (int(text), *ports), "MASTER_ADDR")
+    return Rendezvous(job, bare, (int(text), *ports) if run is None else ports, "MASTER_ADDR")
 
 
 def _slurm_ports(environ: Mapping[str, str], job: str) -> tuple[int, ...]:

@@ -133,6 +133,7 @@ class Door:
             # It has gone already, or there are no descriptors: then the oldest makes room.
             if self._guests:
                 self._dismiss(next(iter(self._guests.values())), "too many came at once")
+            time.sleep(0.01)
             return
         came.setblocking(False)
         until = time.monotonic() + PATIENCE_S

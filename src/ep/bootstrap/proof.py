@@ -151,7 +151,7 @@ def authenticator_of(environ: Mapping[str, str]) -> Authenticator:
     Raises
     ------
     BootstrapError
-        If there is nothing to prove it by.
+        If there is nothing to prove it by, or munge does not work.
     ConfigError
         If EP_SECRET is too short to be one.
     """
@@ -166,7 +166,10 @@ def authenticator_of(environ: Mapping[str, str]) -> Authenticator:
             )
         return SharedSecret(secret.encode(errors="surrogateescape"))
     if "SLURM_JOB_ID" in environ and shutil.which("munge") and shutil.which("unmunge"):
-        return Munge(environ.get("EP_MUNGE_SOCKET"))
+        munge = Munge(environ.get("EP_MUNGE_SOCKET"))
+        # Where it does not work, no rank shall wait for one that has found out.
+        munge.claim(bytes(KEY_BYTES))
+        return munge
     raise BootstrapError(
         "ranks meet over TCP, where anybody may come, and have nothing to prove themselves by; "
         "export the same random EP_SECRET to every rank before the launch, as by: "

@@ -142,9 +142,9 @@ class World:
         ArgumentError
             If there is no such backend.
         BootstrapError
-            If the launcher's variables, MPI and its library do not fit together; on GPUs, if a rank
-            has none, or shares one without having asked for it, or if they are in several NVLink
-            domains.
+            If the launcher's variables, MPI and its library do not fit together, or ranks cannot
+            prove themselves over TCP; on GPUs, if a rank has none, or shares one unasked, or if
+            they are in several NVLink domains.
         EpTimeout
             If ranks are missing, naming them.
         """
@@ -307,8 +307,8 @@ class World:
     def note_timeout(self) -> None:
         """Remember that a bounded wait has expired, in a step say. Local.
 
-        Unless the world is closed in order after it, the process ends the job when it exits: MPI
-        would wait, without bound, for a rank that may be dead.
+        Over MPI the process ends the job when it exits, unless the world is closed in order after
+        it: MPI would wait, without bound, for a rank that may be dead.
         """
         self._channel.note_timeout()
 

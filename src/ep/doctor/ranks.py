@@ -15,6 +15,7 @@ from ep.doctor.machine import mib
 from ep.doctor.probe import Gpu
 from ep.doctor.result import Mark, Result, failed, guarded, passed, skipped, warned
 from ep.errors import name_ranks
+from ep.settings import OF_A_RANK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -127,7 +128,12 @@ def check_versions(survey: Survey) -> list[Finding]:
 
 def check_variables(survey: Survey) -> list[Finding]:
     """Whether all ranks have the same settings."""
-    found = differences([facts.get("variables", {}) for facts in survey.facts])
+    found = differences(
+        [
+            {n: value for n, value in facts.get("variables", {}).items() if n not in OF_A_RANK}
+            for facts in survey.facts
+        ]
+    )
     remedy = "set it alike on every rank: mpirun -genv (MPICH), -x (Open MPI), srun --export=ALL"
     if not found:
         return [passed("EP_* and NVSHMEM_* are the same on every rank")]
