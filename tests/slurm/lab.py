@@ -3,11 +3,13 @@
 import contextlib
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,26 @@ class Lab:
         return self.run(
             ["srun", *options, *words[:first], sys.executable, *words[first:]], timeout_s, env
         )
+
+    def sbatch(self, folder, *words, timeout_s=60) -> Job:
+        """Run `sbatch WORDS` and wait for the job's end; all that it says is in `out`.
+
+        sbatch's own --wait looks after 2, 10 and 42 s.
+        """
+        start, out = time.monotonic(), folder / "job.out"
+        begun = self.run(["sbatch", "--parsable", "-o", out, *words])
+        assert begun.code == 0, begun
+        number = begun.out.strip()
+        code = None
+        while code is None:
+            if time.monotonic() - start > timeout_s:
+                self.clear()
+                pytest.fail(f"still running after {timeout_s} s: {words}\n{out.read_text()}")
+            time.sleep(0.2)
+            told = self.run(["scontrol", "-o", "show", "job", number]).out
+            if not re.search(r"JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING)", told):
+                code = int(re.findall(r"ExitCode=(\d+):", told)[0])
+        return Job(code, out.read_text(), begun.err, time.monotonic() - start)
 
     def clear(self) -> None:
         """End all jobs."""

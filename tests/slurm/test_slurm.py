@@ -1,6 +1,5 @@
 """Jobs of 16 ranks on 4 nodes, by every route that Slurm offers, on the host backend."""
 
-import dataclasses
 import json
 import shlex
 import sys
@@ -60,10 +59,8 @@ def test_mpirun_in_a_batch_job_is_not_misled_by_the_values_of_its_step(lab, benc
         "echo leaked: $SLURM_PROCID of $SLURM_NTASKS\n"
         f"mpirun -np 16 -ppn 4 {sys.executable} {words}\n"
     )
-    out = tmp_path / "out"
     # Not the size that mpirun is told, so that a rank that believes Slurm is found out.
-    job = lab.run(["sbatch", "--wait", "-N4", "-n8", "-o", out, script])
-    job = dataclasses.replace(job, out=out.read_text())
+    job = lab.sbatch(tmp_path, "-N4", "-n8", script)
     check_rows(job, rows)
     assert "leaked: 0 of 8" in job.out, job
 
@@ -134,10 +131,6 @@ def test_the_script_of_the_rack(lab, bench, tmp_path):
     lines = (ROOT / "launch" / "gb300_nvl72.sbatch").read_text().splitlines(keepends=True)
     script = tmp_path / "job.sbatch"
     script.write_text("".join(line for line in lines if not line.startswith("#SBATCH --segment")))
-    out = tmp_path / "out"
-    job = lab.run(
-        ["sbatch", "--wait", "--cpus-per-task=1", "-o", out, script, sys.executable, *command]
-    )
-    job = dataclasses.replace(job, out=out.read_text())
+    job = lab.sbatch(tmp_path, "--cpus-per-task=1", script, sys.executable, *command)
     check_rows(job, rows)
     assert "nvl3 0 none" in job.out, job
