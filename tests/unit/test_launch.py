@@ -156,3 +156,59 @@ def test_a_user_s_own_value_wins():
     own = {name: f"own{number}" for number, name in enumerate(active)}
     assert bash(script, "/usr/bin:/bin", **own).stdout.split() == list(own.values())
     assert "none" in bash(script, "/usr/bin:/bin", HOME="/home/x").stdout.split()
+
+
+SRUN = """#!/bin/sh
+case "$*" in
+  --help) echo "$SRUN_HELP" ;;
+  *imex*) echo "$NODES" ;;
+  *) echo "srun $*"; echo "secret $EP_SECRET" ;;
+esac
+"""
+
+
+@pytest.fixture
+def rack(tmp_path):
+    """Run the rack's script as Slurm does, with an srun that is played."""
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+
+    def run(nodes="nvl0 4 channel0\nnvl1 4 channel0", *words, **env):
+        env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "EP_VENV": "/nonexistent"} | env
+        path = f"{tmp_path}:/usr/bin:/bin"
+        return start("gb300_nvl72.sbatch", *words, PATH=path, NODES=nodes, **env)
+
+    return run
+
+
+def test_a_job_of_the_rack_has_a_secret_of_its_own_that_no_command_line_shows(rack):
+    secrets = []
+    for _ in range(2):
+        done = rack()
+        assert done.returncode == 0, done
+        command, _, secret = done.stdout.strip().partition("\nsecret ")
+        assert command == "srun python -m ep.bench"
+        assert len(secret) >= 40
+        assert secret not in done.stderr
+        secrets.append(secret)
+    assert secrets[0] != secrets[1]
+    assert rack(EP_SECRET="mine").stdout.endswith("secret mine\n")
+
+
+def test_a_node_without_an_imex_channel_is_named(rack):
+    done = rack("nvl0 4 channel0\nnvl1 4 none\nnvl2 4 none\nnvl3 0 none")
+    assert done.returncode == 1, done
+    assert "no IMEX channel can be opened on nvl1,nvl2:" in done.stderr
+    assert "srun" not in done.stdout
+    # One node needs none, and the host backend has no GPUs.
+    assert rack("nvl0 4 none", SLURM_JOB_NUM_NODES="1").returncode == 0
+    assert rack("nvl0 0 none\nnvl1 0 none", "python", "x").stdout.startswith("srun python x\n")
+
+
+def test_a_container_needs_pyxis(rack):
+    done = rack(EP_IMAGE="ep.sqsh", SRUN_HELP="none")
+    assert (done.returncode, "lacks the plugin pyxis" in done.stderr) == (1, True)
+    done = rack(EP_IMAGE="ep.sqsh", SRUN_HELP="--container-image=IMAGE")
+    root = LAUNCH.parent
+    words = f"--container-image=ep.sqsh --container-mounts={root}:{root} --container-workdir={root}"
+    assert done.stdout.startswith(f"srun {words} python -m ep.bench\n"), done
