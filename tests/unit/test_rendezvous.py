@@ -16,7 +16,7 @@ import ep
 from ep.bootstrap import door, rendezvous
 from ep.bootstrap.address import Rendezvous
 from ep.bootstrap.frames import Kind
-from ep.bootstrap.greeting import HELLO, MAGIC, Party, claim
+from ep.bootstrap.greeting import ANSWER, HELLO, MAGIC, Party, Unwelcome, check_answer, claim
 from ep.bootstrap.proof import Munge, Refused, SharedSecret, authenticator_of
 from ep.bootstrap.rendezvous import Meeting, receive
 from tests.plain import free_port
@@ -253,6 +253,43 @@ def test_a_door_stands_whatever_comes(data):
     one.close()
     assert one.absent() == [1, 2, 3]
     assert "127.0.0.1" in notes.last()[0]
+
+
+def test_a_door_lets_in_each_awaited_rank_once():
+    listener = door.listen("127.0.0.1", 0, is_local=True)
+    notes = door.Notes()
+    one = door.Door(listener, Party(0, 4, "job", SECRET), {1, 2}, notes)
+
+    def come(rank):
+        came = socket.create_connection(listener.getsockname())
+        one.attend(5)
+        said = receive(came, HELLO.size, time.monotonic() + 5)
+        guest = Party(rank, 4, "job", SECRET)
+        words, key, bound = claim(guest, 0, said)
+        came.sendall(words)
+        one.attend(5)
+        answer = receive(came, ANSWER.size, time.monotonic() + 5)
+        try:
+            check_answer(guest, key, bound, answer)
+        except Unwelcome as error:
+            came.close()
+            return str(error)
+        return came
+
+    first = come(1)
+    assert one.absent() == [2]
+    assert come(1) == "the rank there has a rank 1 already"
+    assert come(3) == "the rank there does not await rank 3"
+    assert one.absent() == [2]
+    # One that has given up may come again.
+    first.close()
+    one.attend(5)
+    assert one.absent() == [1, 2]
+    again = come(1)
+    assert one.absent() == [2]
+    again.close()
+    one.links[1].socket.close()
+    one.close()
 
 
 def test_who_drips_has_no_more_time_than_others(monkeypatch):

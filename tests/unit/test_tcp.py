@@ -189,3 +189,29 @@ def test_a_forked_child_holds_no_connection_and_says_nothing():
         check=False,
     )
     assert done.stdout.strip() == "0 [[b'\\x00', b'\\x01'], [b'\\x00', b'\\x01']] [[], []]", done
+
+
+def test_a_world_tells_whose_connection_has_ended():
+    """Its process may be on another node, where nobody here can look."""
+    channels, links = mesh(3)
+    worlds = on_all(channels, lambda one: ep.World(one, "host", 20))
+    leave(links, 2)
+    node = worlds[0].places[2].node
+    for error in on_all(worlds[:2], lambda world: world.barrier("a barrier")):
+        assert f"for rank 2; rank 2's process on node {node} is gone; look at" in str(error)
+        assert error.gone == {2: node}
+    assert on_all(worlds[:2], lambda world: world.regroup([2])) == [None, None]
+    assert on_all(worlds[:2], lambda world: world.allgather(world.rank)) == [[0, 1, None]] * 2
+    # Who is excluded is no news.
+    error = ep.EpTimeout("a step", 1, 0, (1,), (0,), 1.0, None, ("seen",))
+    told = worlds[0].explain(error)
+    assert told.gone == {}
+    assert told.notes == ("seen",)
+
+
+def test_a_rank_that_goes_before_it_has_said_where_it_is():
+    channels, links = mesh(3)
+    leave(links, 2)
+    for error in on_all(channels[:2], lambda one: ep.World(one, "host", 20)):
+        assert "start-up waited" in str(error)
+        assert "for rank 2; rank 2's process is gone" in str(error)
