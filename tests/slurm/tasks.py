@@ -93,7 +93,7 @@ def dies(*_arguments):
         if world.rank == DEAD:
             os.kill(os.getpid(), signal.SIGKILL)
         inputs = step.inputs(world.rank)
-        with raises(ep.EpTimeout, f"rank {DEAD}'s process on node nvl1 is gone") as caught:
+        with raises(ep.EpTimeout, f"rank {DEAD}'s process on node nvl2 is gone") as caught:
             exchange.dispatch(*inputs)
             exchange.combine(
                 step.partials(world.rank, step.expected_rows(world.rank).source), inputs.ids

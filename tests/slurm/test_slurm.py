@@ -67,10 +67,10 @@ def test_mpirun_in_a_batch_job_is_not_misled_by_the_values_of_its_step(lab, benc
 
 @pytest.mark.parametrize(("asked", "visible"), [("per-task=1", "1"), ("per-node=4", "4")])
 def test_each_rank_takes_the_gpu_of_its_own(lab, asked, visible):
-    job = lab.srun("-K1", NO_MPI, f"--gpus-{asked}", *TASKS, "gpus", visible)
+    job = lab.srun("-K1", NO_MPI, f"--gpus-{asked}", *TASKS, "gpus", visible, nodes=2, ranks=8)
     assert job.code == 0, job
     index = {"1": "0000", "4": "0123"}[visible]
-    for node in range(4):
+    for node in range(2):
         told = ", ".join(f"{index[gpu]} 0000:0{gpu}:00.0 nvl{node}-{gpu}" for gpu in range(4))
         words = (
             f"nvl{node}: ranks {4 * node}-{4 * node + 3}; GPUs {told}; cluster abababab, clique 7"
@@ -79,39 +79,37 @@ def test_each_rank_takes_the_gpu_of_its_own(lab, asked, visible):
 
 
 def test_ranks_of_two_domains_are_refused(lab):
-    job = lab.srun("-K1", NO_MPI, "--gpus-per-node=4", *TASKS, "apart")
+    job = lab.srun("-K1", NO_MPI, "--gpus-per-node=4", *TASKS, "apart", ranks=4)
     assert job.code != 0, job
-    words = (
-        "ranks 0-7 on nvl0, nvl1: cluster abababababababababababababababab, clique 0; ranks 8-15"
-    )
+    words = "ranks 0-1 on nvl0, nvl1: cluster abababababababababababababababab, clique 0; ranks 2-3"
     assert words in job.err, job
 
 
 def test_a_dev_shm_of_each_node_is_told(lab, bench):
     command, _ = bench
-    job = lab.srun("-K1", NO_MPI, *command, env={"EP_SHM_DIR": None})
+    job = lab.srun("-K1", NO_MPI, *command, env={"EP_SHM_DIR": None}, ranks=4)
     assert job.code != 0, job
-    words = "ranks 4-15 on nvl1, nvl2, nvl3 cannot see what rank 0 on nvl0 makes in /dev/shm"
+    words = "ranks 1-3 on nvl1, nvl2, nvl3 cannot see what rank 0 on nvl0 makes in /dev/shm"
     assert job.err.count(words) == 1, job
 
 
 @ROUTES
 def test_a_node_that_never_comes(lab, route):
-    job = lab.srun("-K1", route, *TASKS, "absent", "nvl2")
+    job = lab.srun("-K1", route, *TASKS, "absent", "nvl2", ranks=8)
     assert job.code != 0, job
     assert job.seconds < 30, job
     assert "waited 4.0 s" in job.err, job
     # MPI's start-up knows of nobody.
-    assert route != NO_MPI or "Slurm has ranks 8-11 on node nvl2" in job.err, job
+    assert route != NO_MPI or "Slurm has ranks 4-5 on node nvl2" in job.err, job
 
 
 @pytest.mark.parametrize("kill", ["-K1", "-K0"])
 def test_a_task_that_dies(lab, kill):
-    job = lab.srun(kill, NO_MPI, *TASKS, "dies")
+    job = lab.srun(kill, NO_MPI, *TASKS, "dies", ranks=8)
     assert job.code != 0, job
-    assert "nvl1: task 5: Killed" in job.err, job
+    assert "nvl2: task 5: Killed" in job.err, job
     # Where Slurm does not end the others, they say why they end themselves.
-    assert (kill == "-K1") or "rank 5's process on node nvl1 is gone" in job.out + job.err, job
+    assert (kill == "-K1") or "rank 5's process on node nvl2 is gone" in job.out + job.err, job
 
 
 def test_two_jobs_at_once_on_the_same_nodes(lab, tmp_path):
