@@ -67,7 +67,9 @@ case $(mpirun --version 2>&1) in
   *"Open MPI"* | *prterun*)
     if ((total == 0)); then ep_tune_openmpi "$ranks"; fi
     # It takes nothing along to other nodes that is not named.
-    while read -r name; do words+=(-x "$name"); done < <(compgen -e | grep -E '^(EP|NVSHMEM|CUDA)_|^(PATH|LD_LIBRARY_PATH|PYTHONPATH)$')
+    while read -r name; do
+      words+=(-x "$name")
+    done < <(compgen -e | grep -E '^(EP|NVSHMEM|CUDA)_|^(PATH|LD_LIBRARY_PATH|PYTHONPATH)$')
     words+=(${hosts:+--host "$hosts"})
     ;;
   *HYDRA* | *MPICH*)
