@@ -15,7 +15,7 @@ ep_die() {
 }
 
 # The comments at the top of the script are its --help.
-ep_help() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' -- "$0"; }
+ep_help() { sed -n '/^#SBATCH/d; 2,/^[^#]/s/^# \{0,1\}//p' -- "$0"; }
 
 # The extra of pyproject.toml that brings the MPI of EP_MPI.
 ep_mpi_extra() {

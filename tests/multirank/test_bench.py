@@ -57,6 +57,13 @@ def test_a_run(ranks, shape, tmp_path):
         (6, ranks or 1, "passed"),
     ]
     assert (rows[0]["versions"]["mpi"] is None) == (ranks is None)
+    node, local_ranks = os.uname().nodename, list(range(ranks or 1))
+    assert rows[0]["placement"] == {
+        "node": [node] * len(local_ranks),
+        "local_rank": local_ranks,
+    }
+    told = "ranks 0-3" if ranks == 4 else "rank 0"
+    assert job.out.splitlines()[1] == f"{node}: {told}", job
 
 
 def test_a_wrong_byte_on_one_rank_ends_all_with_1(shape, tmp_path):

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from ep.doctor import probe
-from ep.doctor.probe import Fabric, Gpu
+from ep.bootstrap.fabric import NO_CLUSTER, Fabric
+from ep.doctor.probe import Gpu
 from ep.doctor.result import Finding
 
 RACK = Fabric("completed", "", "ab" * 16, 7, "healthy")
-OWN = Fabric("completed", "", probe.NO_CLUSTER, 0, "healthy")
+OWN = Fabric("completed", "", NO_CLUSTER, 0, "healthy")
 
 
 def device(number=0, *, fabric=None, links=18, numa=0, capability=(9, 0), num=4):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ep.bootstrap.fabric import NO_CLUSTER
 from ep.doctor import gpu as checks
 from ep.doctor import probe
 from ep.doctor.child import CHECKS
@@ -223,7 +224,7 @@ def test_names_of_nvml_are_those_of_the_bindings():
     assert nvml.GpuFabricState(3).name == "COMPLETED"
     info = nvml.GpuFabricInfo_v3()
     assert all(hasattr(info, name) for name in INFO)
-    assert bytes(info.cluster_uuid).hex() == probe.NO_CLUSTER
+    assert bytes(info.cluster_uuid).hex() == NO_CLUSTER
 
 
 def test_nvml_that_tells_nothing(monkeypatch):

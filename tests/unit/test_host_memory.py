@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def world():
 def test_folders_of_the_dead_are_removed_and_those_of_the_living_are_not(shared, world):
     assert subprocess.run([sys.executable, "-c", DEAD]).returncode == 9
     (dead,) = shared.iterdir()
-    assert sorted(path.name for path in dead.iterdir()) == ["rank0.bell", "rank0.memory"]
+    assert sorted(path.name for path in dead.iterdir()) == ["proof", "rank0.bell", "rank0.memory"]
     living = shared / "ep-1-abcdefgh"
     others = [shared / "ep-data", shared / "ep-2-abcdefgh", shared / "else"]
     for folder in (living, *others):
@@ -140,3 +141,40 @@ def test_a_relative_folder_is_that_of_rank_0(monkeypatch, tmp_path):
     for folder in run_ranks(1, play):
         assert folder.is_absolute()
         assert folder.parent == tmp_path / "here"
+
+
+def test_ranks_that_see_another_folder_of_the_same_name_are_told(shared, monkeypatch):
+    real, elsewhere = host._finds_proof, threading.local()
+
+    def finds(folder, proof):
+        return real(shared / "elsewhere" / folder.name if elsewhere.__dict__ else folder, proof)
+
+    monkeypatch.setattr(host, "_finds_proof", finds)
+
+    def play(world):
+        if world.rank in (1, 3):
+            elsewhere.here = True
+        with pytest.raises(ep.HeapError) as caught:
+            HostMemory.allocate(world, 4096)
+        assert caught.value.on_every_rank
+        return str(caught.value)
+
+    (words,) = set(run_ranks(4, play))
+    node = os.uname().nodename
+    assert words.startswith(
+        f"ranks 1, 3 on {node} cannot see what rank 0 on {node} makes in {shared}"
+    )
+    assert "set EP_SHM_DIR" in words
+    assert not list(shared.iterdir())
+
+
+def test_only_the_folder_with_the_right_proof_is_the_same(tmp_path):
+    assert not host._finds_proof(tmp_path, "a" * 32)
+    host._write_proof(tmp_path, "a" * 32)
+    assert host._finds_proof(tmp_path, "a" * 32)
+    assert not host._finds_proof(tmp_path, "b" * 32)
+    with pytest.raises(FileExistsError):
+        host._write_proof(tmp_path, "c" * 32)
+    (tmp_path / "proof").unlink()
+    os.mkfifo(tmp_path / "proof")
+    assert not host._finds_proof(tmp_path, "a" * 32)

@@ -87,7 +87,8 @@ def test_folder_and_files_are_private_whatever_the_mask(shared, monkeypatch, ope
     monkeypatch.setattr(host, "_map", look)
     run_ranks(2, lambda world: HostMemory.allocate(world, 4096).close())
     assert {mode for _, mode, _ in seen} == {0o700, 0o600}
-    assert {mode for name, mode, _ in seen if name.startswith("rank")} == {0o600}
+    assert {mode for name, mode, _ in seen if not name.startswith("ep-")} == {0o600}
+    assert "proof" in {name for name, _, _ in seen}
     assert {owner for _, _, owner in seen} == {os.geteuid()}
     assert not list(shared.iterdir())
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 import ep
+from ep.bootstrap.placement import nodes_of, placement_json
 from ep.files import append_text
 from ep.layout import HEADER_WORDS
 
@@ -144,7 +145,8 @@ def to_json(row: Row, plan: Plan, world: World) -> dict[str, Any]:
     return {
         "backend": str(world.backend),
         "ranks": config.ranks,
-        "nodes": len({place.machine for place in world.places}),
+        "nodes": len(nodes_of(world.places)),
+        "placement": placement_json(world.places, world.seats),
         "config": plan.shape,
         "tokens": row.tokens,
         "max_tokens": config.max_tokens,

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ep.bench.record import mps_runs, versions
 from ep.bench.sweep import PHASES
+from ep.bootstrap.placement import nodes_of, placement_lines
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -106,8 +107,7 @@ class Report:
     def _head(self) -> tuple[str, ...]:
         plan, places = self._plan, self._world.places
         case, config = plan.case, plan.case.config
-        nodes = len({place.machine for place in places})
-        where = f"{_count(config.ranks, 'rank')} on {_count(nodes, 'node')}"
+        where = f"{_count(config.ranks, 'rank')} on {_count(len(nodes_of(places)), 'node')}"
         shape = (
             f"{plan.shape}: hidden {config.hidden}, {config.experts} experts, top {config.top_k}"
         )
@@ -122,6 +122,7 @@ class Report:
         )
         return (
             f"ep {versions()['ep']}, {self._world.backend} backend, {where}",
+            *placement_lines(places, self._world.seats),
             f"{shape}; {kind}",
             "us on the slowest rank: medians, then all of pair; KB sent by the busiest rank",
             *self._gpu_lines(),

@@ -7,14 +7,14 @@ import json
 import os
 from typing import TYPE_CHECKING, Any, Self
 
-from ep.bootstrap.device import choose_device, gpu_obstacle
+from ep.bootstrap.device import gpu_obstacle
 from ep.bootstrap.ending import exit_code, log_end, watch
 from ep.bootstrap.opening import open_channel
+from ep.bootstrap.placement import Seat, ranks_of_gpus, take_seats
 from ep.bootstrap.ranks import (
     Backend,
     Place,
     agree_on_backend,
-    alike,
     common_error,
     difference_of,
     ended_ranks,
@@ -26,12 +26,9 @@ from ep.bootstrap.ranks import (
 from ep.config import MAX_SECONDS
 from ep.errors import (
     ArgumentError,
-    BootstrapError,
     CollectiveError,
-    EpError,
     EpTimeout,
     StateError,
-    name_ranks,
     shown,
 )
 from ep.settings import is_set
@@ -62,6 +59,8 @@ class World:
     backend : Backend
     device : Device or None
         The GPU of this rank, on the GPU backend.
+    seats : tuple of Seat
+        GPU and NVLink domain of every rank, on the GPU backend; else empty.
     shares_gpus : bool
         Whether some ranks share a GPU.
     num_gpus : int
@@ -107,6 +106,7 @@ class World:
             [said["backend"] for said in gathered], [said["obstacle"] for said in gathered]
         )
         self.device: Device | None = None
+        self.seats: tuple[Seat, ...] = ()
         self.shares_gpus = False
         self.num_gpus = 0
         self.ranks_on_gpu = 0
@@ -143,7 +143,8 @@ class World:
             If there is no such backend.
         BootstrapError
             If the launcher's variables, MPI and its library do not fit together, or ranks cannot
-            prove themselves over TCP; on GPUs, if a rank has none, or shares one unasked.
+            prove themselves over TCP; on GPUs, if a rank has none, or shares one unasked, or if
+            they are in several NVLink domains.
         EpTimeout
             If ranks are missing, naming them.
         """
@@ -316,25 +317,11 @@ class World:
         self._at_close.append(function)
 
     def _take_device(self, share_gpus: bool) -> None:
-        error: EpError | None = None
-        try:
-            self.device = choose_device(self.local_rank, share_gpus=share_gpus)
-        except EpError as problem:
-            error = problem
-        self.agree(error, "choosing a GPU")
-        uuids = self.allgather(self.device.uuid if self.device else "", "choosing a GPU")
-        owners = alike(uuids)
+        self.device, self.seats = take_seats(self, share_gpus=share_gpus)
+        owners = ranks_of_gpus(self.seats)
         self.shares_gpus = len(owners) < self.size
         self.num_gpus = len(owners)
-        self.ranks_on_gpu = len(owners[uuids[self.rank]])
-        if self.shares_gpus and not share_gpus:
-            told = "; ".join(name_ranks(ranks) for ranks in owners.values() if len(ranks) > 1)
-            raise everywhere(
-                BootstrapError(
-                    f"several ranks have one GPU: {told}; start one rank a GPU, check "
-                    "CUDA_VISIBLE_DEVICES, or allow it with EP_SHARE_GPUS=1 (--share-gpus)"
-                )
-            )
+        self.ranks_on_gpu = len(owners[self.seats[self.rank].uuid])
 
     def _end_job(self) -> None:
         if not self._closed:

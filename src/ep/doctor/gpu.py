@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ep.doctor.probe import Gpu, Imex
     from ep.doctor.result import Context, Finding
 
-_OWN = "own machine"
 LEAST_CAPABILITY = (9, 0)
 IMEX_REMEDY = (
     "ask for the service nvidia-imex on every node of the rack and for the same channel on all: "
@@ -146,18 +145,7 @@ def _fabric_words(gpu: Gpu) -> str:
         return "no fabric told"
     if fabric.state != "completed":
         return f"fabric {fabric.state.replace('_', ' ')} {fabric.error}".strip()
-    return f"fabric {fabric.error or fabric.health or 'completed'}, {domain_of(fabric)}"
-
-
-def domain_of(fabric: probe.Fabric) -> str:
-    """Name of an NVLink domain."""
-    cluster = _OWN if fabric.cluster == probe.NO_CLUSTER else f"cluster {fabric.cluster}"
-    return f"{cluster}, clique {fabric.clique}"
-
-
-def is_own_machine(domain: str) -> bool:
-    """Whether a domain of that name ends at the machine, so that two machines' are not one."""
-    return domain.startswith(_OWN)
+    return f"fabric {fabric.error or fabric.health or 'completed'}, {fabric.domain}"
 
 
 def check_fabric_memory(context: Context) -> Finding:
@@ -186,9 +174,9 @@ def judge_fabric_memory(gpu: Gpu, obstacle: str, channels: Imex) -> Finding:
         return passed(f"a fabric handle was made, exported and imported; {shown}")
     told = f"no fabric memory ({obstacle}); {shown}; needed across nodes only"
     fabric = gpu.fabric
-    if fabric is None or fabric.state != "completed" or fabric.cluster == probe.NO_CLUSTER:
+    if fabric is None or fabric.state != "completed" or fabric.is_own:
         return skipped(told)
-    return warned(f"{told}, where NVML tells of {domain_of(fabric)}", IMEX_REMEDY)
+    return warned(f"{told}, where NVML tells of {fabric.domain}", IMEX_REMEDY)
 
 
 CHECKS = (

@@ -10,6 +10,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from ep.bootstrap import fabric
+from ep.bootstrap.fabric import Fabric
 from ep.memory.cuda import driver
 
 if TYPE_CHECKING:
@@ -18,32 +20,6 @@ if TYPE_CHECKING:
 _PCI = Path("/sys/bus/pci/devices")
 _PROC_DEVICES = Path("/proc/devices")
 _CHANNELS = Path("/dev/nvidia-caps-imex-channels")
-NO_CLUSTER = bytes(16).hex()
-
-
-@dataclasses.dataclass(frozen=True)
-class Fabric:
-    """What NVML says of the NVLink fabric that a GPU is part of.
-
-    Attributes
-    ----------
-    state : str
-        "completed" where the GPU has joined; else "not_supported", "not_started", "in_progress".
-    error : str
-        Of the registration; empty if there was none.
-    cluster : str
-        UUID in hex; zeros in a machine with a fabric of its own alone.
-    clique : int
-        GPUs reach each other if cluster and clique are the same.
-    health : str
-        NVML's summary, as "healthy"; empty where the driver gives none.
-    """
-
-    state: str
-    error: str
-    cluster: str
-    clique: int
-    health: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +59,10 @@ class Gpu:
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> Gpu:
         """Undo `dataclasses.asdict` and JSON."""
-        fabric = told["fabric"] and Fabric(**told["fabric"])
+        joined = told["fabric"] and Fabric(**told["fabric"])
         major, minor = told["capability"]
         return cls(
-            **told | {"capability": (major, minor), "reach": tuple(told["reach"]), "fabric": fabric}
+            **told | {"capability": (major, minor), "reach": tuple(told["reach"]), "fabric": joined}
         )
 
 
@@ -144,51 +120,13 @@ def numa_node(bus_id: str, root: Path = _PCI) -> int:
     return -1
 
 
-class Nvml:
-    """NVML, while it is open. A context manager; raises on entry where there is none."""
-
-    def __init__(self) -> None:
-        from cuda.bindings import nvml
-
-        self._nvml: Any = nvml
-
-    def __enter__(self) -> Self:
-        self._nvml.init_v2()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._nvml.shutdown()
-
-    def driver(self) -> str:
-        """Version of the driver, as people name it: "580.95.05"."""
-        return str(self._nvml.system_get_driver_version())
+class Nvml(fabric.Nvml):
+    """NVML, for what the doctor tells of devices."""
 
     def complete(self, gpu: Gpu) -> Gpu:
         """Add what NVML tells of a device."""
-        handle = self._nvml.device_get_handle_by_pci_bus_id_v2(gpu.bus_id)
-        return dataclasses.replace(gpu, links=self._links(handle), fabric=self._fabric(handle))
-
-    def _links(self, handle: Any) -> int:
-        active = 0
-        for link in range(int(self._nvml.NVLINK_MAX_LINKS)):
-            # Links that a GPU has not are errors.
-            with contextlib.suppress(self._nvml.NvmlError):
-                active += int(self._nvml.device_get_nvlink_state(handle, link))
-        return active
-
-    def _fabric(self, handle: Any) -> Fabric | None:
-        nvml = self._nvml
-        try:
-            info = nvml.device_get_gpu_fabric_info_v(handle)
-        except nvml.NvmlError:
-            return None
-        status = int(info.status)
-        return Fabric(
-            nvml.GpuFabricState(int(info.state)).name.lower(),
-            nvml.error_string(status) if status else "",
-            bytes(info.cluster_uuid).hex(),
-            int(info.clique_id),
-            nvml.GpuFabricHealthSummary(int(info.health_summary)).name.lower(),
+        return dataclasses.replace(
+            gpu, links=self.links(gpu.bus_id), fabric=self.fabric(gpu.bus_id)
         )
 
 

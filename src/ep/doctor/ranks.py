@@ -7,8 +7,9 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ep.bench.record import mps_runs
+from ep.bootstrap.fabric import is_own_machine
 from ep.bootstrap.ranks import Backend, in_words
-from ep.doctor.gpu import IMEX_REMEDY, domain_of, is_own_machine
+from ep.doctor.gpu import IMEX_REMEDY
 from ep.doctor.launch import heap_bytes
 from ep.doctor.machine import mib
 from ep.doctor.probe import Gpu
@@ -213,8 +214,7 @@ def domains(survey: Survey) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for rank, gpu in enumerate(survey.gpus):
         fabric = None if gpu is None else gpu.fabric
-        joined = fabric is not None and fabric.state == "completed" and not fabric.error
-        found.setdefault(domain_of(fabric) if fabric and joined else "", []).append(rank)
+        found.setdefault(fabric.domain if fabric and fabric.is_joined else "", []).append(rank)
     return found
 
 
@@ -223,8 +223,8 @@ def check_domain(survey: Survey) -> Finding:
     found = domains(survey)
     told = "; ".join(f"{name_ranks(ranks)}: {name or 'no fabric'}" for name, ranks in found.items())
     remedy = (
-        "start all ranks in one NVLink domain: nodes of one rack and partition "
-        "(nvidia-smi -q, Fabric: ClusterUUID and CliqueId)"
+        "start all ranks in one NVLink domain: nodes of one rack and partition, by srun --segment "
+        "or --nodelist (nvidia-smi -q, Fabric: ClusterUUID and CliqueId)"
     )
     if len(set(found) - {""}) > 1:
         return failed(f"several NVLink domains: {told}", remedy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ep.doctor.gpu import is_own_machine
+from ep.bootstrap.fabric import is_own_machine
 from ep.doctor.ranks import domains
 from ep.doctor.result import MAX_ALIKE, failed, passed, warned
 from ep.errors import name_ranks

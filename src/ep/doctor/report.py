@@ -114,6 +114,7 @@ def _placement(document: dict[str, Any]) -> Table:
     columns = {
         "rank": [str(told["rank"]) for told in ranks],
         "node": [told["node"] for told in ranks],
+        "local": [str(told["local_rank"]) for told in ranks],
         "process": [str(told["process"]) for told in ranks],
         "CPUs": [_spans(told["cpus"]) for told in ranks],
         "NUMA": [_spans(told["numa"]) for told in ranks],
@@ -122,7 +123,8 @@ def _placement(document: dict[str, Any]) -> Table:
         gpus = [told["gpu"] or {} for told in ranks]
         fabrics = [gpu.get("fabric") or {} for gpu in gpus]
         columns |= {
-            "GPU": [gpu.get("uuid", "-")[:8] for gpu in gpus],
+            "GPU": [str(gpu.get("ordinal", "-")) for gpu in gpus],
+            "UUID": [gpu.get("uuid", "-")[:8] for gpu in gpus],
             "bus": [gpu.get("bus_id", "-") for gpu in gpus],
             "its NUMA": [str(gpu.get("numa", "-")) for gpu in gpus],
             "cluster": [fabric.get("cluster", "-")[:8] for fabric in fabrics],

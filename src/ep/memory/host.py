@@ -14,6 +14,7 @@ import math
 import mmap
 import os
 import re
+import secrets
 import select
 import struct
 import sys
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import ml_dtypes  # noqa: F401 - registers the names of the dtypes that the layout uses
 import numpy as np
 
-from ep.errors import EpTimeout, HeapError
+from ep.errors import EpTimeout, HeapError, name_ranks
+from ep.files import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
 _MESSAGE = struct.Struct("<IIQ")
 _READ_BYTES = 4096 * _MESSAGE.size
 _FOLDER = re.compile(r"ep-\d+-\w{8}")
-_FILE = re.compile(r"rank\d+\.(memory|bell)")
+_FILE = re.compile(r"rank\d+\.(memory|bell)|proof")
+_PROOF = "proof"
+"""File of rank 0 with a number that nobody can guess: who finds it looks into the same folder."""
 
 
 class Ring(NamedTuple):
@@ -71,10 +75,11 @@ class HostMemory:
     def allocate(cls, world: World, size_bytes: int) -> HostMemory:
         """Make, zero and share `size_bytes` on every rank. Collective.
 
-        The files live in a folder `ep-PID-*` of `EP_SHM_DIR` (default /dev/shm) and lose their
-        names before this returns or raises, so that nothing that happens later leaves anything
-        behind. Ranks killed before that leave the folder: the next rank 0 of the same user that
-        comes here removes it.
+        The files live in a folder `ep-PID-*` of `EP_SHM_DIR` (default /dev/shm), that of rank 0,
+        and lose their names before this returns or raises, so that nothing that happens later
+        leaves anything behind. Ranks killed before that leave the folder: the next rank 0 of the
+        same user that comes here removes it. Containers of one machine may be nodes of their own,
+        if they see that folder.
 
         Raises
         ------
@@ -92,18 +97,21 @@ class HostMemory:
             raise apart
         parent = Path(os.environ.get("EP_SHM_DIR") or "/dev/shm").absolute()  # noqa: S108 - memory, not a temporary file
         with contextlib.ExitStack() as stack:
-            name, error = "", None
+            name, proof, error = "", secrets.token_hex(16), None
             if world.rank == 0:
                 try:
                     name = str(stack.enter_context(_new_folder(parent)))
+                    _write_proof(Path(name), proof)
                 except OSError as problem:
                     error = HeapError(
                         f"cannot make a folder in {parent} ({problem}); {_remedy(problem)}"
                     )
             world.agree(error, "making the shared folder")
-            folder = Path(world.allgather(name, "naming the shared folder")[0])
+            told = world.allgather([name, proof], "naming the shared folder")[0]
+            folder = Path(told[0])
             # By each rank: whoever fails may end the job before rank 0 comes to it.
             stack.callback(_remove, folder, world.rank)
+            _meet_in(world, folder, told[1])
             return _open_all(cls, world, folder, size_bytes)
 
     def array(self, where: int, field: Field) -> npt.NDArray[np.generic]:
@@ -245,6 +253,48 @@ def _remove_all(folder: Path) -> None:
             if problem.errno == errno.ENOTEMPTY:
                 continue
         return
+
+
+def _write_proof(folder: Path, proof: str) -> None:
+    descriptor = os.open(
+        folder / _PROOF, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+    )
+    with open(descriptor, "w", encoding="ascii") as file:  # noqa: PTH123 - by descriptor
+        file.write(proof)
+
+
+def _finds_proof(folder: Path, proof: str) -> bool:
+    try:
+        return read_text(folder / _PROOF) == proof
+    except OSError as problem:
+        # No word on what others can see; what needs descriptors next says so.
+        return problem.errno in (errno.EMFILE, errno.ENFILE)
+    except ValueError:
+        return False
+
+
+def _meet_in(world: World, folder: Path, proof: str) -> None:
+    """Find out whether every rank sees the folder of rank 0. Collective.
+
+    A folder may have the same name on all nodes, as /dev/shm does, and be one for each.
+
+    Raises
+    ------
+    HeapError
+        On every rank, naming those that do not see it.
+    """
+    finds = world.allgather(_finds_proof(folder, proof), "looking into the shared folder")
+    blind = [rank for rank, found in enumerate(finds) if not found]
+    if not blind:
+        return
+    nodes = ", ".join(dict.fromkeys(world.places[rank].node for rank in blind))
+    apart = HeapError(
+        f"{name_ranks(blind)} on {nodes} cannot see what rank 0 on {world.places[0].node} makes in "
+        f"{folder.parent}: it is another folder there, or another user's; set EP_SHM_DIR, on every "
+        "rank, to one that all of these nodes share, best in memory, or start all on one node"
+    )
+    apart.on_every_rank = True
+    raise apart
 
 
 def _remedy(problem: OSError, otherwise: str = "set EP_SHM_DIR to another folder") -> str:
