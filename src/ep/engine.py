@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ep.buffers import EpBuffers
 
 
@@ -43,6 +45,16 @@ class Engine(Protocol):
         self, partials: Any, ids: Any, norm_weight: Any, eps: float, out: Any, stream: Any
     ) -> None:
         """Send partials home, empty the rows, sum what came back into `out`."""
+        ...
+
+    def prepare_dispatch(self, x: Any, ids: Any, weights: Any, stream: Any) -> Callable[[], None]:
+        """Give what does `dispatch` with these, again and again. It keeps no array alive."""
+        ...
+
+    def prepare_combine(
+        self, partials: Any, ids: Any, norm_weight: Any, eps: float, out: Any, stream: Any
+    ) -> Callable[[], None]:
+        """The same for `combine`."""
         ...
 
     def poll(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from ep.errors import (
     name_ranks,
 )
 from ep.layout import EpLayout
-from ep.lifecycle import Lifecycle
+from ep.lifecycle import Lifecycle, Sent
+from ep.prepared import PreparedStep
 from ep.version import __version__
 
 if TYPE_CHECKING:
@@ -172,20 +174,14 @@ class Exchange(Lifecycle):
         as `EpTimeout` does: the ranks are out of step.
         """
         with self._turn() as engine:
-            if self._sent is not None:
-                raise StateError("dispatch follows a dispatch; call combine in between")
-            config = self.config
+            self._check_order(None)
             stream = engine.stream(stream)
-            x = engine.array("x", x, BF16, (None, config.hidden))
-            tokens = token_count(config, x)
-            ids = engine.array("ids", ids, INT32, (tokens, config.top_k))
-            weights = engine.array("weights", weights, FP32, (tokens, config.top_k))
+            x, ids, weights = self._sends(engine, x, ids, weights)
             values = engine.values(ids, stream) if checks_values() else None
             if values is not None:
-                check_ids(config, values)
-            with self._step("dispatch"):
-                engine.dispatch(x, ids, weights, stream)
-                self._sent_values, self._sent_stream, self._sent = values, stream, tokens
+                check_ids(self.config, values)
+            launch = partial(engine.dispatch, x, ids, weights, stream)
+            self._commit("dispatch", launch, Sent(x.shape[0], stream, values))
             received: Received = self._received
             return received
 
@@ -232,31 +228,102 @@ class Exchange(Lifecycle):
             As `dispatch`. No result of the step is one then: what has not come is NaN.
         """
         with self._turn() as engine:
-            if self._sent is None:
-                raise StateError("combine without a dispatch; call dispatch first")
-            hidden, tokens = self.config.hidden, self._sent
-            stream = engine.stream(stream)
-            if stream != self._sent_stream:
-                raise StateError(
-                    f"combine on stream {stream:#x} answers a dispatch on stream "
-                    f"{self._sent_stream:#x}; pass the same stream to both"
-                )
-            partials = engine.array("partials", partials, BF16, (self.layout.rows, hidden))
-            ids = engine.array("ids", ids, INT32, (tokens, self.config.top_k))
-            sent = self._sent_values
-            values = None if sent is None else engine.values(ids, stream)
-            if values is not None and not np.array_equal(values, sent):
-                raise ArgumentError("ids are not those of this step's dispatch; pass the same")
-            if norm_weight is not None:
-                norm_weight = engine.array("norm_weight", norm_weight, BF16, (hidden,))
-            eps = check_eps(eps)
+            stream, sent = engine.stream(stream), self._sent
+            hidden, tokens = self.config.hidden, sent.tokens if sent else 0
+            self._check_order(Sent(tokens, stream))
+            assert sent is not None
             if out is None:
                 out = engine.empty((tokens, hidden), stream)
-            target = engine.array("out", out, BF16, (tokens, hidden), out=True)
-            with self._step("combine"):
-                engine.combine(partials, ids, norm_weight, eps, target, stream)
-                self._sent = self._sent_values = self._sent_stream = None
+            brings = self._brings(engine, tokens, partials, ids, norm_weight, eps, out)
+            values = None if sent.values is None else engine.values(brings[1], stream)
+            if values is not None and not np.array_equal(values, sent.values):
+                raise ArgumentError("ids are not those of this step's dispatch; pass the same")
+            launch = partial(engine.combine, *brings, stream)
+            self._commit("combine", launch, None)
             return out
+
+    def prepare(
+        self,
+        x: Any,
+        ids: Any,
+        weights: Any,
+        partials: Any,
+        norm_weight: Any = None,
+        eps: float = 1e-5,
+        out: Any = None,
+        stream: Any = None,
+    ) -> PreparedStep:
+        """Check the arrays of a step once, to make it again and again. Local.
+
+        Parameters are those of `dispatch` and `combine`. The arrays stay where they are, and each
+        call takes what they then hold; `out`, if not given, is made here and used each time. With
+        `EP_CHECK=1` calls look at values, and are no faster.
+
+        Returns
+        -------
+        PreparedStep
+            Its calls count as this exchange's. It serves until the exchange is closed, after
+            `reset` and `exclude`, too.
+
+        Raises
+        ------
+        ArgumentError
+        StateError
+            If the exchange is closed, stopped or in use elsewhere.
+        """
+        with self._turn() as engine:
+            at = engine.stream(stream)
+            sends = self._sends(engine, x, ids, weights)
+            tokens = sends[0].shape[0]
+            if out is None:
+                out = engine.empty((tokens, self.config.hidden), at)
+            brings = self._brings(engine, tokens, partials, ids, norm_weight, eps, out)
+            arrays = (x, ids, weights, partials, norm_weight, out, sends, brings)
+            if checks_values():
+                dispatch = partial(self.dispatch, x, ids, weights, stream)
+                combine = partial(self.combine, partials, ids, norm_weight, eps, out, stream)
+                return PreparedStep(dispatch, combine, out, arrays)
+            sent = Sent(tokens, at)
+            send = engine.prepare_dispatch(*sends, at)
+            bring = engine.prepare_combine(*brings, at)
+
+            def dispatch_again() -> Received:
+                self._again(send, sent, answers=False)
+                received: Received = self._received
+                return received
+
+            def combine_again() -> Any:
+                self._again(bring, sent, answers=True)
+                return out
+
+            return PreparedStep(dispatch_again, combine_again, out, arrays)
+
+    def _sends(self, engine: Engine, x: Any, ids: Any, weights: Any) -> tuple[Any, Any, Any]:
+        """Check what `dispatch` takes."""
+        config = self.config
+        x = engine.array("x", x, BF16, (None, config.hidden))
+        tokens = token_count(config, x)
+        ids = engine.array("ids", ids, INT32, (tokens, config.top_k))
+        return x, ids, engine.array("weights", weights, FP32, (tokens, config.top_k))
+
+    def _brings(
+        self,
+        engine: Engine,
+        tokens: int,
+        partials: Any,
+        ids: Any,
+        norm_weight: Any,
+        eps: float,
+        out: Any,
+    ) -> tuple[Any, Any, Any, float, Any]:
+        """Check what `combine` takes."""
+        hidden = self.config.hidden
+        partials = engine.array("partials", partials, BF16, (self.layout.rows, hidden))
+        ids = engine.array("ids", ids, INT32, (tokens, self.config.top_k))
+        if norm_weight is not None:
+            norm_weight = engine.array("norm_weight", norm_weight, BF16, (hidden,))
+        target = engine.array("out", out, BF16, (tokens, hidden), out=True)
+        return partials, ids, norm_weight, check_eps(eps), target
 
 
 def _facts_of_backend(world: World) -> dict[str, Any]:

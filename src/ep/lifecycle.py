@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ep.bootstrap import Backend, World
 from ep.bootstrap.ranks import ranks_to_exclude
@@ -12,12 +12,28 @@ from ep.config import Protocol
 from ep.errors import EpError, EpTimeout, StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import TracebackType
 
     from ep.config import EpConfig
     from ep.engine import Engine
     from ep.layout import EpLayout
+
+
+class Sent(NamedTuple):
+    """A dispatch that no combine has answered."""
+
+    tokens: int
+    stream: Any
+    values: Any = None
+    """Of the ids, where values are checked."""
+
+
+_UNDER_WAY = {
+    phase: StateError(f"{phase}, which did not come to its end")
+    for phase in ("dispatch", "combine")
+}
+"""What an exchange stopped at, unless something better is known."""
 
 
 class Lifecycle:
@@ -38,9 +54,7 @@ class Lifecycle:
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._sent: int | None = None
-        self._sent_values: Any = None
-        self._sent_stream: Any = None
+        self._sent: Sent | None = None
 
     def poll(self) -> None:
         """Raise if a wait on the device has expired. Local; does not wait for the device.
@@ -176,38 +190,88 @@ class Lifecycle:
         call = object()
         try:
             self._calls[call] = None
-            if len(self._calls) > 1:
-                raise StateError("this Exchange is in use by another thread; make one for each")
+            self._check_alone()
             yield
         finally:
             self._calls.pop(call, None)
 
+    def _check_alone(self) -> None:
+        if len(self._calls) > 1:
+            raise StateError("this Exchange is in use by another thread; make one for each")
+
     @contextmanager
     def _turn(self) -> Iterator[Engine]:
         with self._in_use():
-            if self._engine is None:
-                raise StateError("this Exchange is closed; make a new one")
-            # Its memory may have ended with the world, and a kernel would not notice.
-            self.world.check_open()
-            if self._broken is not None:
-                raise StateError(
-                    f"this Exchange stopped at: {self._broken}; reset it with all ranks, exclude "
-                    "the dead, or close it"
-                )
-            try:
-                self._engine.poll()
-            except EpTimeout as error:
-                error = self.world.explain(error)
-                self._stop(error, "poll")
-                raise error from None
-            yield self._engine
+            yield self._ready()
 
-    @contextmanager
-    def _step(self, phase: str) -> Iterator[None]:
-        # Set before, for an exception may come from anywhere and at any point: a signal's handler.
-        self._broken = StateError(f"{phase}, which did not come to its end")
+    def _ready(self) -> Engine:
+        """Give the engine, if this exchange may be used. Within `_in_use`."""
+        engine = self._engine
+        if engine is None:
+            raise StateError("this Exchange is closed; make a new one")
+        # Its memory may have ended with the world, and a kernel would not notice.
+        self.world.check_open()
+        if self._broken is not None:
+            raise StateError(
+                f"this Exchange stopped at: {self._broken}; reset it with all ranks, exclude "
+                "the dead, or close it"
+            )
         try:
-            yield
+            engine.poll()
+        except EpTimeout as error:
+            error = self.world.explain(error)
+            self._stop(error, "poll")
+            raise error from None
+        return engine
+
+    def _again(self, launch: Callable[[], None], step: Sent, *, answers: bool) -> None:
+        """Make a prepared call: the dispatch of `step`, or the combine that answers one like it.
+
+        What `_turn` does, without a context manager, which would cost more than all else here.
+        """
+        call = object()
+        try:
+            self._calls[call] = None
+            self._check_alone()
+            engine = self._ready()
+            self._check_order(step if answers else None)
+            engine.stream(step.stream)
+            if answers:
+                self._commit("combine", launch, None)
+            else:
+                self._commit("dispatch", launch, step)
+        finally:
+            self._calls.pop(call, None)
+
+    def _check_order(self, answered: Sent | None) -> None:
+        """Raise unless the next call may be a dispatch, or a combine that answers such a one."""
+        sent = self._sent
+        if answered is None:
+            if sent is not None:
+                raise StateError("dispatch follows a dispatch; call combine in between")
+        elif sent is None:
+            raise StateError("combine without a dispatch; call dispatch first")
+        elif sent.stream != answered.stream:
+            raise StateError(
+                f"combine on stream {answered.stream:#x} answers a dispatch on stream "
+                f"{sent.stream:#x}; pass the same stream to both"
+            )
+        elif sent.tokens != answered.tokens:
+            raise StateError(
+                f"a prepared combine of {answered.tokens} tokens answers a dispatch of "
+                f"{sent.tokens}; prepare a step for each number of tokens"
+            )
+
+    def _commit(self, phase: str, launch: Callable[[], None], sent: Sent | None) -> None:
+        """Have the ranks in step again, or this exchange stopped: `launch`, then remember `sent`.
+
+        What stands before `_broken` is set leaves the exchange as it was, whatever it raises.
+        """
+        # Set before, for an exception may come from anywhere and at any point: a signal's handler.
+        self._broken = _UNDER_WAY[phase]
+        try:
+            launch()
+            self._sent = sent
         except EpTimeout as error:
             error = self.world.explain(error)
             self._stop(error, phase)

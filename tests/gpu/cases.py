@@ -43,7 +43,8 @@ def steps(world, shape="tiny", num_steps=40, max_tokens=6, options=None, **field
         for number in range(num_steps):
             tokens = min(max_tokens, (5, 2, 1, 0, max_tokens)[number // 2 % 5])
             step = cases[number % len(cases)].step(number, tokens)
-            agree(world, run_checked_step(exchange, step, bridge))
+            prepared = number % 3 == 2
+            agree(world, run_checked_step(exchange, step, bridge, prepared=prepared))
     bridge.close()
 
 

@@ -158,6 +158,9 @@ def vote_all(holds: Any) -> Any:
 
 
 def ballot(holds: Any) -> Any:
+    if np.ndim(holds) == 0:
+        # A constant, which all lanes of a whole warp have.
+        return U32(0xFFFFFFFF if holds else 0)
     packed = np.packbits(holds.reshape(-1, WARP), axis=1, bitorder="little")
     return np.repeat(packed.view(U32).ravel(), WARP)
 

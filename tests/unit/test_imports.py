@@ -24,6 +24,7 @@ LAYERS = (
     ("ep.arguments", "ep.engine"),
     ("ep.host", "ep.gpu"),
     ("ep.lifecycle",),
+    ("ep.prepared",),
     ("ep.exchange",),
     ("ep", "ep.testing"),
     ("ep.bench",),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import ep
 from ep.config import MAX_TOKENS, TUNING_FILE, configs_dir
 from ep.errors import CollectiveError, ConfigError
-from ep.gpu import GpuEngine, engine
+from ep.gpu import GpuEngine, loading
 from ep.kernels import tuning
 from ep.kernels.compile import Kind
 from ep.kernels.grid import NO_LIMITS, Grid, Limits
@@ -233,7 +233,7 @@ def test_the_environment_chooses_the_table(tmp_path, monkeypatch):
 def test_each_rank_takes_the_entry_of_its_gpu_and_all_hear_of_a_bad_table(tmp_path, monkeypatch):
     def read(world, **other):
         world.device = Device(0, "uuid", "GPU", (9 + world.rank, 0), SMS, None)
-        return engine._read_tuning(world, dataclasses.replace(CONFIG, **other))
+        return loading.read_tuning(world, dataclasses.replace(CONFIG, **other))
 
     path = written(tmp_path, {"sm_90a": ENTRY})
     monkeypatch.setenv("EP_TUNING", str(path))

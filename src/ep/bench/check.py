@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,6 +13,8 @@ from ep.bench.cases import EPS
 from ep.layout import EMPTY_SOURCE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
     from ep.bench.bridge import Bridge
@@ -146,11 +149,11 @@ def check_result(got: BFloat16Array, want: BFloat16Array, where: Where) -> Compl
 
 
 def run_checked_step(
-    exchange: Exchange, step: Step, bridge: Bridge | None = None
+    exchange: Exchange, step: Step, bridge: Bridge | None = None, *, prepared: bool = False
 ) -> Complaint | None:
     """Run one step and compare rows, result and emptied rows with the oracle. Collective.
 
-    `bridge` is that of the exchange; the host backend needs none.
+    `bridge` is that of the exchange; the host backend needs none. `prepared`: by a `PreparedStep`.
 
     After it the ranks must meet (by an allgather of the complaints, say) before the next dispatch,
     which could otherwise reach rows that are still being compared here.
@@ -173,10 +176,17 @@ def run_checked_step(
     out = bridge.put(np.full_like(result, np.nan))
     # The oracle may take longer than a wait inside of a step is allowed to.
     exchange.world.barrier("making a step's data")
-    received = exchange.dispatch(x, ids, weights, stream=bridge.stream)
+    send: Callable[[], Any] = partial(exchange.dispatch, x, ids, weights, bridge.stream)
+    bring: Callable[[], Any] = partial(
+        exchange.combine, partials, ids, gains, EPS, out, bridge.stream
+    )
+    if prepared:
+        again = exchange.prepare(x, ids, weights, partials, gains, EPS, out, bridge.stream)
+        send, bring = again.dispatch, again.combine
+    received = send()
     live = received_rows(bridge, received)
     complaint = check_rows(live, rows, Where(rank, step.number, "dispatch"), stride)
-    exchange.combine(partials, ids, gains, EPS, out, bridge.stream)
+    bring()
     # A combine ends once this rank's own tokens are home. Ranks of one process must not copy or
     # free memory before each has enqueued what another one's kernel waits for.
     exchange.world.barrier("combining a checked step")

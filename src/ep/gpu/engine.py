@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,12 +9,13 @@ import numpy as np
 from ep.arguments import BF16
 from ep.buffers import EpBuffers
 from ep.config import Protocol
-from ep.errors import ConfigError, StateError
+from ep.errors import StateError
+from ep.gpu import hot
 from ep.gpu.arrays import device_array, stream_handle
-from ep.kernels.compile import Kind, Launcher, get_image
+from ep.gpu.loading import load_kernels, read_tuning
+from ep.kernels.compile import Kind, Launcher
 from ep.kernels.grid import HERALDS, Grid, combine_ctas, combine_grid, dispatch_ctas, dispatch_grid
 from ep.kernels.options import KernelOptions, Pdl
-from ep.kernels.tuning import PerSm, Tuning, load_table
 from ep.layout import EMPTY_SOURCE, LINE_BYTES, NOTHING
 from ep.memory import cuda
 from ep.memory.local import LocalMemory
@@ -23,12 +23,12 @@ from ep.memory.nvshmem import NvshmemMemory
 from ep.record import RECORD_WORDS, STAMPS, HangRecord, Phase, Word
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
 
     from ep.bootstrap import World
-    from ep.config import EpConfig
+    from ep.kernels.tuning import PerSm
     from ep.layout import EpLayout
     from ep.memory import SymmetricMemory
 
@@ -50,6 +50,7 @@ class GpuEngine:
     ) -> None:
         assert world.device is not None
         self._device = world.device
+        self._context = int(world.device.context)
         self._config = layout.config
         self._rank = world.rank
         config = layout.config
@@ -59,10 +60,10 @@ class GpuEngine:
         self._bounds_ns = [int(bound_s * 1e9) for bound_s in bounds_s]
         if options is None:
             options = KernelOptions(pdl=Pdl.LATE if world.shares_gpus else Pdl.EARLY)
-        self._tuning = _read_tuning(world, layout.config)
+        self._tuning = read_tuning(world, layout.config)
         self._imposed: Mapping[Kind, PerSm] | None = None
         self._sms = self._device.num_sms / world.ranks_on_gpu
-        self._launch = _load_kernels(world, layout, options)
+        self._launch = load_kernels(world, layout, options)
         # Ranks that share a GPU must all fit on it at once, and know nothing of each other.
         self._resident = {
             (kind, norm): self._share_of_gpu(launch, world.ranks_on_gpu)
@@ -95,10 +96,10 @@ class GpuEngine:
 
     def stream(self, stream: Any) -> int:
         """Check a stream: the one of the last call, or any once that call's work has ended."""
-        self._device.use()
+        hot.set_context(self._context)
         handle = stream_handle(stream)
         last = self._last_stream
-        if last not in (None, handle) and not _is_capturing(handle) and not self._has_ended():
+        if last not in (None, handle) and not hot.is_capturing(handle) and not self._has_ended():
             raise StateError(
                 f"this Exchange is still at work on stream {last:#x}; it serves one stream "
                 f"at a time: synchronize that one before using {handle:#x}, or make one for each"
@@ -107,7 +108,7 @@ class GpuEngine:
 
     def empty(self, shape: tuple[int, int], stream: int) -> cuda.DeviceArray:
         """Make a BF16 array for a result; not while a graph is captured."""
-        if _is_capturing(stream):
+        if hot.is_capturing(stream):
             raise StateError("nothing is allocated during graph capture: pass out= to combine")
         if self._shares_context:
             # Allocating can wait for the device, and so for a kernel that waits for this rank.
@@ -116,7 +117,7 @@ class GpuEngine:
 
     def values(self, array: cuda.DeviceArray, stream: int) -> npt.NDArray[Any] | None:
         """Copy an argument to the host; None while a graph is captured."""
-        return None if _is_capturing(stream) else array.numpy(stream)
+        return None if hot.is_capturing(stream) else array.numpy(stream)
 
     def poll(self) -> None:
         """Raise `EpTimeout` if a kernel's wait has expired. Does not wait for the device."""
@@ -147,22 +148,36 @@ class GpuEngine:
         stream: int,
     ) -> None:
         """Enqueue dispatch."""
+        ctas, args = self._dispatch_args(x, ids, weights)
+        self._launch[Kind.DISPATCH][False](stream, ctas, *args)
+        self._last_stream = stream
+
+    def prepare_dispatch(
+        self,
+        x: cuda.DeviceArray,
+        ids: cuda.DeviceArray,
+        weights: cuda.DeviceArray,
+        stream: int,
+    ) -> Callable[[], None]:
+        """Give what enqueues dispatch with these."""
+        ctas, args = self._dispatch_args(x, ids, weights)
+        bound = hot.Bound(self._launch[Kind.DISPATCH][False], stream, ctas, *args)
+
+        def launch() -> None:
+            bound()
+            self._last_stream = stream
+
+        return launch
+
+    def _dispatch_args(
+        self, x: cuda.DeviceArray, ids: cuda.DeviceArray, weights: cuda.DeviceArray
+    ) -> tuple[int, list[float]]:
+        """CTAs and arguments of dispatch."""
         tokens = x.shape[0]
         extra, ctas = self._dispatch_grid(tokens)
-        self._launch[Kind.DISPATCH][False](
-            stream,
-            ctas,
-            self._table,
-            x.address,
-            ids.address,
-            weights.address,
-            self._record.device_address,
-            *self._bounds_ns,
-            self._rank,
-            tokens,
-            *extra,
-        )
-        self._last_stream = stream
+        arrays = (x.address, ids.address, weights.address)
+        record = (self._record.device_address, *self._bounds_ns)
+        return ctas, [self._table, *arrays, *record, self._rank, tokens, *extra]
 
     def combine(
         self,
@@ -174,26 +189,47 @@ class GpuEngine:
         stream: int,
     ) -> None:
         """Enqueue combine."""
-        norm = norm_weight is not None
+        ctas, args = self._combine_args(partials, ids, norm_weight, eps, out)
+        self._launch[Kind.COMBINE][norm_weight is not None](stream, ctas, *args)
+        if not hot.is_capturing(stream):
+            hot.record(int(self._ended), stream)
+
+    def prepare_combine(
+        self,
+        partials: cuda.DeviceArray,
+        ids: cuda.DeviceArray,
+        norm_weight: cuda.DeviceArray | None,
+        eps: float,
+        out: cuda.DeviceArray,
+        stream: int,
+    ) -> Callable[[], None]:
+        """Give what enqueues combine with these."""
+        ctas, args = self._combine_args(partials, ids, norm_weight, eps, out)
+        launcher = self._launch[Kind.COMBINE][norm_weight is not None]
+        bound, ended = hot.Bound(launcher, stream, ctas, *args), int(self._ended)
+
+        def launch() -> None:
+            bound()
+            if not hot.is_capturing(stream):
+                hot.record(ended, stream)
+
+        return launch
+
+    def _combine_args(
+        self,
+        partials: cuda.DeviceArray,
+        ids: cuda.DeviceArray,
+        norm_weight: cuda.DeviceArray | None,
+        eps: float,
+        out: cuda.DeviceArray,
+    ) -> tuple[int, list[float]]:
+        """CTAs and arguments of combine."""
         tokens = ids.shape[0]
-        extra, ctas = self._combine_grid(tokens, norm=norm)
-        self._launch[Kind.COMBINE][norm](
-            stream,
-            ctas,
-            self._table,
-            partials.address,
-            ids.address,
-            norm_weight.address if norm_weight is not None else 0,
-            out.address,
-            self._record.device_address,
-            *self._bounds_ns,
-            eps,
-            self._rank,
-            tokens,
-            *extra,
-        )
-        if not _is_capturing(stream):
-            cuda.driver("EventRecord", self._ended, stream)
+        extra, ctas = self._combine_grid(tokens, norm=norm_weight is not None)
+        gains = norm_weight.address if norm_weight is not None else 0
+        arrays = (partials.address, ids.address, gains, out.address)
+        record = (self._record.device_address, *self._bounds_ns)
+        return ctas, [self._table, *arrays, *record, eps, self._rank, tokens, *extra]
 
     def impose(self, choice: Mapping[Kind, PerSm] | None) -> None:
         """Use these limits of the grids from the next call on; None: those of the tuning table.
@@ -316,55 +352,6 @@ class GpuEngine:
 
         (status,) = driver.cuEventQuery(self._ended)
         return bool(status == driver.CUresult.CUDA_SUCCESS)
-
-
-def _read_tuning(world: World, config: EpConfig) -> Tuning:
-    """Read the table's entry for this architecture, if it was measured for what `config` is.
-
-    A rank that cannot read it fails on every rank.
-    """
-    assert world.device is not None
-    tuning = Tuning()
-    error: ConfigError | None = None
-    try:
-        tuning = load_table().get(world.device.arch, tuning)
-    except ConfigError as problem:
-        error = problem
-    world.agree(error, "reading the tuning table")
-    return tuning if tuning.fits(config) else Tuning()
-
-
-def _load_kernels(
-    world: World, layout: EpLayout, options: KernelOptions
-) -> dict[Kind, dict[bool, Launcher]]:
-    """Compile or read every kernel, one rank of a node first, so that the others find it cached."""
-    assert world.device is not None
-    arch = world.device.arch
-    launchers: dict[Kind, dict[bool, Launcher]] = {Kind.DISPATCH: {}, Kind.COMBINE: {}}
-    error: Exception | None = None
-    for turn in (True, False):
-        if turn == (world.local_rank == 0):
-            try:
-                for kind, norm in (
-                    (Kind.DISPATCH, False),
-                    (Kind.COMBINE, False),
-                    (Kind.COMBINE, True),
-                ):
-                    choice = dataclasses.replace(options, norm=norm)
-                    image = get_image(kind, layout, choice, arch)
-                    launchers[kind][norm] = Launcher(image, pdl=options.pdl != Pdl.OFF)
-                    launchers[kind][norm].load()
-            except Exception as problem:  # noqa: BLE001 - told to all ranks, whatever it is
-                error = problem
-        world.agree(error, "compiling kernels")
-    return launchers
-
-
-def _is_capturing(stream: int) -> bool:
-    from cuda.bindings import driver
-
-    status = cuda.driver("StreamIsCapturing", stream)
-    return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 
 def _event_flags() -> int:

@@ -7,6 +7,7 @@ flags and lowers them.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -22,6 +23,8 @@ from ep.memory.host import HostMemory
 from ep.record import Phase
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
     from ep.bootstrap import World
@@ -99,6 +102,24 @@ class HostEngine:
         self._step = step
         self._absent = sorted(excluded)
         self._present = set(range(self._config.ranks)) - excluded
+
+    def prepare_dispatch(
+        self, x: Array, ids: Array, weights: Array, stream: None
+    ) -> Callable[[], None]:
+        """Give what does `dispatch` with these."""
+        return functools.partial(self.dispatch, x, ids, weights, stream)
+
+    def prepare_combine(
+        self,
+        partials: Array,
+        ids: Array,
+        norm_weight: Array | None,
+        eps: float,
+        out: Array,
+        stream: None,
+    ) -> Callable[[], None]:
+        """Give what does `combine` with these."""
+        return functools.partial(self.combine, partials, ids, norm_weight, eps, out, stream)
 
     def dispatch(self, x: Array, ids: Array, weights: Array, stream: None) -> None:  # noqa: ARG002
         """Send tokens, then wait until every rank has sent its own. Collective."""

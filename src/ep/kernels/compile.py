@@ -29,6 +29,8 @@ from ep.memory.cuda import driver
 from ep.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ep.kernels.options import KernelOptions
     from ep.layout import EpLayout
 
@@ -223,18 +225,12 @@ class Launcher:
         self.image = image
         self._cuda = cuda
         self._lock = threading.Lock()
-        kinds: dict[str, Any] = {
-            "u64": ctypes.c_int64,
-            "u32": ctypes.c_int32,
-            "f32": ctypes.c_float,
-        }
-        self._args = [kinds[ptx_type]() for _, ptx_type in image.params]
-        addresses = [ctypes.addressof(arg) for arg in self._args]
-        self._pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._pdl = pdl
+        self._args, self._pointers = self.pack([0] * len(image.params))
         self._library = driver("LibraryLoadData", image.cubin, None, None, 0, None, None, 0)
         self._kernel = driver("LibraryGetKernel", self._library, image.entry.encode())
         self._function = cuda.CUfunction(int(self._kernel))
-        self._config = self._launch_config(pdl=pdl)
+        self._config = self.config(0, 1)
 
     def load(self) -> None:
         """Load into the current context now, so that a graph capture need not."""
@@ -266,14 +262,36 @@ class Launcher:
             pointers = ctypes.addressof(self._pointers)
             driver("LaunchKernelEx", self._config, self._function, pointers, 0)
 
-    def _launch_config(self, *, pdl: bool) -> Any:
+    @property
+    def function(self) -> int:
+        """Handle of the kernel, as a launch takes it."""
+        return int(self._function)
+
+    def pack(self, args: Sequence[float]) -> tuple[list[Any], ctypes.Array[ctypes.c_void_p]]:
+        """Arguments in memory, and the addresses that a launch takes, while the first live."""
+        kinds: dict[str, Any] = {
+            "u64": ctypes.c_int64,
+            "u32": ctypes.c_int32,
+            "f32": ctypes.c_float,
+        }
+        values = [
+            kinds[ptx_type](value)
+            for (_, ptx_type), value in zip(self.image.params, args, strict=True)
+        ]
+        addresses = [ctypes.addressof(value) for value in values]
+        return values, (ctypes.c_void_p * len(addresses))(*addresses)
+
+    def config(self, stream: int, num_ctas: int) -> Any:
+        """Make the driver's description of a launch on `stream`."""
         cuda = self._cuda
         config = cuda.CUlaunchConfig()
+        config.gridDimX = num_ctas
+        config.hStream = cuda.CUstream(stream)
         config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
         config.blockDimX = self.image.threads
         config.sharedMemBytes = 0
         config.numAttrs = 0
-        if pdl:
+        if self._pdl:
             early = cuda.CUlaunchAttribute()
             early.id = (
                 cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

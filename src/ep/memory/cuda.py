@@ -31,20 +31,26 @@ def driver(name: str, *arguments: Any) -> Any:
     DeviceError
         Naming the call and the driver's words.
     """
-    cuda, function = _function(name)
-    status, *values = function(*arguments)
-    if status != cuda.CUresult.CUDA_SUCCESS:
-        _, words = cuda.cuGetErrorString(status)
-        text = words.decode() if isinstance(words, bytes) else str(status)
-        raise DeviceError(f"cu{name}: {text} ({status.name})")
+    status, *values = _function(name)(*arguments)
+    if status:
+        raise error_of(name, status)
     return values[0] if len(values) == 1 else tuple(values) or None
 
 
-@functools.cache
-def _function(name: str) -> tuple[Any, Any]:
+def error_of(name: str, status: int) -> DeviceError:
+    """What it means that `cu<name>` gave a status other than success."""
     from cuda.bindings import driver as cuda
 
-    return cuda, getattr(cuda, f"cu{name}")
+    result = cuda.CUresult(status)
+    _, words = cuda.cuGetErrorString(result)
+    return DeviceError(f"cu{name}: {(words or b'unknown').decode()} ({result.name})")
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    from cuda.bindings import driver as cuda
+
+    return getattr(cuda, f"cu{name}")
 
 
 def device_count() -> int:
