@@ -95,6 +95,7 @@ def test_each_script_says_what_it_does(script):
         ("mpirun.sh", ["--np", "4"], {}, "--np is not known"),
         ("mpirun.sh", ["-n"], {}, "-n needs a value"),
         ("mpirun.sh", ["-n", "73", "x"], {}, "73 is not a number of ranks: 1 to 72"),
+        ("mpirun.sh", ["-np", "73", "x"], {}, "73 is not a number of ranks: 1 to 72"),
         ("mpirun.sh", ["--hosts", "a:4,b", "x"], {}, "'b' of --hosts is no HOST:RANKS"),
         ("mpirun.sh", ["--hosts", "a:4", "-n", "5", "x"], {}, "5 ranks do not fit"),
         ("mpirun.sh", ["x"], {"EP_VENV": "/nonexistent"}, "no mpirun"),
