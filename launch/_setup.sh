@@ -136,6 +136,8 @@ ep_tune_openmpi() {
     export PRTE_MCA_hwloc_default_binding_policy=${PRTE_MCA_hwloc_default_binding_policy:-none}
   fi
   export OMPI_MCA_osc=${OMPI_MCA_osc:-^ucx}
+  # It gives each rank a terminal, though what they say goes into a file.
+  if [[ ! -t 1 ]]; then export TERM=dumb; fi
   if ((${SLURM_JOB_NUM_NODES:-1} == 1)); then
     # One node needs shared memory only, and looking for networks costs a second a start.
     export OMPI_MCA_pml=${OMPI_MCA_pml:-ob1} OMPI_MCA_btl=${OMPI_MCA_btl:-self,sm}

@@ -18,7 +18,11 @@ case ${1:-} in
     ep_help
     exit
     ;;
-  --) shift ;;
+  --)
+    shift
+    # Told once, not by each rank.
+    if [[ ${1:-} == --help ]]; then EP_NP=1; fi
+    ;;
 esac
 
 ranks=${EP_NP:-16}

@@ -22,10 +22,10 @@ while (($#)); do
       ep_help
       exit
       ;;
-    -n | --hosts | -o)
+    -n | -np | --hosts | -o)
       (($# > 1)) || ep_die "$1 needs a value: see --help"
       case $1 in
-        -n) ranks=$2 ;;
+        -n | -np) ranks=$2 ;;
         --hosts) hosts=$2 ;;
         -o) words+=("$2") ;;
       esac

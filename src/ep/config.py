@@ -146,7 +146,11 @@ class EpConfig:
             if name not in merged and field.default is dataclasses.MISSING
         ]
         if missing:
-            raise ConfigError("config", str(source), f"it lacks {', '.join(missing)}: pass them")
+            raise ConfigError(
+                "config",
+                str(source),
+                f"it lacks {', '.join(missing)}: write that there, or pass it to EpConfig.load",
+            )
         return cls(**merged)
 
     @staticmethod

@@ -81,6 +81,9 @@ def test_a_folder_that_is_missing_and_a_name_that_is_wrong():
     ((mark, words, ranks),) = found(document, "steps")
     assert (mark, ranks) == ("fail", [0, 1, 2, 3])
     assert "cannot make a folder in /nonexistent" in words
+    # Nothing but that: no words on NVSHMEM, which is not used, or on what the doctor left open.
+    assert "NVSHMEM" not in document["results"][-1]["remedy"]
+    assert "its world open" not in job.out + job.err, job
 
 
 def test_a_variable_of_one_rank():

@@ -117,7 +117,7 @@ def test_load_from_a_file_and_override(tmp_path):
 @pytest.mark.parametrize(
     ("text", "fields", "message"),
     [
-        ("hidden = 64\n", {"ranks": 2}, "it lacks experts, top_k, max_tokens: pass them"),
+        ("hidden = 64\n", {"ranks": 2}, "it lacks experts, top_k, max_tokens: write that there"),
         ("hidden = 64\nlayers = 3\n", {}, "layers=3 is not allowed: fields are ranks, hidden"),
         ("hidden = ", {}, "config=.* is not allowed: a readable TOML file"),
     ],

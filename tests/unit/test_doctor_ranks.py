@@ -44,8 +44,17 @@ def test_backend_of_all_ranks():
     assert "rank 1: no CUDA device is visible" in found.words
     asked = survey([device(0), None], options=Options(backend="gpu"))
     assert ranks.check_backend(asked).mark is Mark.FAIL
-    assert ranks.check_backend(survey([None, None])).mark is Mark.PASS
-    assert ranks.check_backend(survey([None, None], nodes=[0, 1])).mark is Mark.FAIL
+    assert ranks.check_backend(survey([None, None])).words == "host, 2 ranks on 1 node"
+    apart = survey([None, None], nodes=[0, 1])
+    found = ranks.check_backend(apart)
+    assert found.mark is Mark.FAIL
+    assert found.words.startswith("host, 2 ranks on 2 nodes: the host backend shares")
+    one = [dataclasses.replace(place, machine="machine") for place in apart.places]
+    found = ranks.check_backend(dataclasses.replace(apart, places=tuple(one)))
+    assert (found.mark, found.words) == (
+        Mark.PASS,
+        "host, 2 ranks on 2 nodes that are one machine",
+    )
 
 
 def test_versions_and_variables_that_differ():

@@ -53,6 +53,17 @@ def test_a_site_without_an_mpirun_is_told_though_an_environment_has_one(places):
     assert "there is no mpirun in PATH, apart from virtual environments" in done.stderr
 
 
+def test_the_benchmark_s_own_help_is_told_by_one_rank():
+    """A number of ranks that is none is not even looked at."""
+    done = start("bench.sh", "--", "--help", EP_MPI="site", EP_NP="none")
+    assert "there is no mpirun in PATH" in done.stderr, done
+
+
+def test_what_open_mpi_s_ranks_say_to_a_file_has_no_colours():
+    """It gives each rank a terminal, whatever it is started in."""
+    assert bash("ep_tune_openmpi 1; echo $TERM", "/usr/bin:/bin", TERM="xterm").stdout == "dumb\n"
+
+
 SCRIPTS = sorted(path for path in LAUNCH.iterdir() if path.stat().st_mode & 0o100)
 
 
@@ -84,6 +95,7 @@ def test_each_script_says_what_it_does(script):
         ("mpirun.sh", ["--np", "4"], {}, "--np is not known"),
         ("mpirun.sh", ["-n"], {}, "-n needs a value"),
         ("mpirun.sh", ["-n", "73", "x"], {}, "73 is not a number of ranks: 1 to 72"),
+        ("mpirun.sh", ["-np", "73", "x"], {}, "73 is not a number of ranks: 1 to 72"),
         ("mpirun.sh", ["--hosts", "a:4,b", "x"], {}, "'b' of --hosts is no HOST:RANKS"),
         ("mpirun.sh", ["--hosts", "a:4", "-n", "5", "x"], {}, "5 ranks do not fit"),
         ("mpirun.sh", ["x"], {"EP_VENV": "/nonexistent"}, "no mpirun"),

@@ -108,6 +108,11 @@ def is_started_by_srun(environ: Mapping[str, str], launch: Launch) -> bool:
 def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
     text = environ.get(name, "")
     if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS):
+        if launcher == "ep":
+            raise BootstrapError(
+                f"{name}={shown(text)} is no number; set EP_RANK (0..), EP_RANKS and "
+                "EP_RENDEZVOUS=host:port on every rank, or none of them"
+            )
         raise BootstrapError(
             f"{name}={shown(text)} is not a number, though {launcher} seems to have started this "
             f"process; unset {launcher}'s variables to run alone"

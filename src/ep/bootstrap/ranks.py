@@ -139,7 +139,10 @@ def agree_on_backend(asked: list[str], obstacles: list[str | None]) -> Backend:
         return Backend.HOST
     if without:
         raise everywhere(
-            BootstrapError(f"backend='gpu' cannot be had: {in_words(without)}; use backend='host'")
+            BootstrapError(
+                f"backend='gpu' cannot be had: {in_words(without)}; see python -m ep.doctor, "
+                "or use backend='host'"
+            )
         )
     return Backend.GPU
 

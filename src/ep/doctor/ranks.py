@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep.bench.record import mps_runs
 from ep.bootstrap.fabric import is_own_machine
+from ep.bootstrap.placement import nodes_of
 from ep.bootstrap.ranks import Backend, in_words
 from ep.doctor.gpu import IMEX_REMEDY
 from ep.doctor.launch import heap_bytes
@@ -142,8 +143,11 @@ def check_variables(survey: Survey) -> list[Finding]:
 
 def check_backend(survey: Survey) -> Finding:
     """Whether all ranks can use the same backend, and the host backend all ranks' memory."""
-    nodes = f"{survey.size} rank{'s' * (survey.size > 1)} on {survey.num_nodes} node"
-    told = f"{survey.backend}, {nodes}{'s' * (survey.num_nodes > 1)}"
+    num_names = len(nodes_of(survey.places))
+    nodes = f"{num_names} node{'s' * (num_names > 1)}"
+    if num_names > survey.num_nodes == 1:
+        nodes += " that are one machine"
+    told = f"{survey.backend}, {survey.size} rank{'s' * (survey.size > 1)} on {nodes}"
     without = {rank: words for rank in range(survey.size) if (words := survey.obstacle(rank))}
     if survey.options.backend == Backend.GPU and without:
         return failed(f"no GPU backend: {in_words(without)}", "see the checks of those ranks")
@@ -172,7 +176,8 @@ def check_cpus(survey: Survey) -> list[Finding]:
             findings.append(
                 warned(
                     f"{name_ranks(ranks)} share {len(cpus)} CPUs: right, but slow",
-                    "start fewer ranks, or let the launcher bind less (--bind-to none)",
+                    "start fewer ranks, or, if the launcher binds them to fewer CPUs than there "
+                    "are, let it bind less (--bind-to none)",
                 )
             )
     return findings or [passed("every rank can have one of its own")]

@@ -5,6 +5,7 @@ Collective: every rank of the job comes here, on a world that has found its rank
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import time
@@ -17,7 +18,7 @@ from ep.bootstrap import Backend, World
 from ep.config import EpConfig
 from ep.doctor.gpu import IMEX_REMEDY
 from ep.doctor.probe import FabricBlock, import_block
-from ep.doctor.result import Result, failed, in_words_of, passed, skipped
+from ep.doctor.result import Mark, Result, failed, in_words_of, passed, skipped
 from ep.errors import EpError
 from ep.exchange import Exchange
 from ep.routing import Routing
@@ -69,11 +70,10 @@ def check_steps(
     except Exception as error:  # noqa: BLE001 - the other ranks are to hear of it
         # Without the rank that says it, so that ranks that met the same are told together.
         words = re.sub(r"^rank \d+: ", "", in_words_of(error))
-        finding = failed(
-            f"{backend} backend: {words}",
-            "look at the checks above first, then at what the words name; NVSHMEM_DEBUG=INFO says "
-            "more of NVSHMEM",
-        )
+        remedy = "look at the checks above first, then at what the words name"
+        if backend is Backend.GPU:
+            remedy += "; NVSHMEM_DEBUG=INFO says more of NVSHMEM"
+        finding = failed(f"{backend} backend: {words}", remedy)
         return finding, isinstance(error, EpError) and error.on_every_rank
 
 
@@ -82,6 +82,26 @@ def _run_steps(options: Options, backend: Backend, tell: Callable[[str], None]) 
     # Below the bound of the world that collects the findings: it must outlast this one.
     bound_s = options.timeout_s / 2
     world = World.connect(backend, timeout_s=bound_s)
+    try:
+        finding = _run_steps_on(world, bound_s, options, tell)
+    except EpError as error:
+        # On GPUs what has failed may hang when it is ended.
+        if error.on_every_rank and world.backend is Backend.HOST:
+            with contextlib.suppress(EpError):
+                world.close()
+        raise
+    if finding.mark is Mark.FAIL:
+        return finding
+    # One clock: words that differ would be told rank by rank.
+    took_s = world.allgather(time.monotonic() - start, "ending the self-check")[0]
+    world.close()
+    return passed(f"{finding.words} ({took_s:.0f} s)")
+
+
+def _run_steps_on(
+    world: World, bound_s: float, options: Options, tell: Callable[[str], None]
+) -> Finding:
+    backend = world.backend
     config = EpConfig.load(options.config, ranks=world.size, max_tokens=options.max_tokens)
     config = dataclasses.replace(config, timeout_s=min(config.timeout_s, bound_s / 2))
     routings = list(Routing)
@@ -108,11 +128,7 @@ def _run_steps(options: Options, backend: Backend, tell: Callable[[str], None]) 
             )
     bridge.close()
     exchange.close()
-    # One clock: words that differ would be told rank by rank.
-    took_s = world.allgather(time.monotonic() - start, "ending the self-check")[0]
-    world.close()
-    told = f"{options.steps} steps on the {backend} backend are right, bit for bit"
-    return passed(f"{told} ({took_s:.0f} s)")
+    return passed(f"{options.steps} steps on the {backend} backend are right, bit for bit")
 
 
 def check_fabric_between(control: World, survey: Survey) -> list[Result]:
