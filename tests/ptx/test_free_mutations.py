@@ -253,7 +253,7 @@ def test_only_known_mutants_survive(group):
 
 @pytest.mark.parametrize("group", GROUPS[1:3], ids=lambda group: group.name)
 def test_the_kernels_themselves_pass(group):
-    for one in (*TRIES, *RECYCLING, *(HALTED if group.options == EARLY else ())):
+    for one in (*TRIES, *RECYCLING[::2], *(HALTED[::3] if group.options == EARLY else ())):
         assert failure(group.options, None, one) is None
 
 

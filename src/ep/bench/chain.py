@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from ep.bench.bridge import Bridge
     from ep.exchange import Exchange
+    from ep.prepared import PreparedStep
     from ep.reference import BFloat16Array
 
 
@@ -69,6 +71,23 @@ class Chain:
             combine(partials, ids, norm_weight, EPS, self._results[index], stream)
             if stamp is not None:
                 stamp(2 * number + 1)
+
+    @cached_property
+    def prepared(self) -> list[PreparedStep]:
+        """The steps, each prepared."""
+        prepare, stream = self.exchange.prepare, self.bridge.stream
+        partials, gains = self._partials, self._norm_weight
+        return [
+            prepare(x, ids, weights, partials, gains, EPS, result, stream)
+            for (x, ids, weights), result in zip(self._inputs, self._results, strict=True)
+        ]
+
+    def run_prepared(self, pairs: int) -> None:
+        """Do as `run`, by prepared steps."""
+        for number in range(pairs):
+            step = self.prepared[number % len(self.steps)]
+            step.dispatch()
+            step.combine()
 
     def forget(self) -> None:
         """Overwrite all results with NaN, so that those of the next run must be new."""

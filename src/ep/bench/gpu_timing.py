@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,26 @@ def time_eager(chain: Chain, num_timed: int, num_warmup: int) -> Times:
         "dispatch": at[1::2] - at[:-1:2],
         "combine": at[2::2] - at[1::2],
     }
+
+
+HOST_PAIRS, HOST_BATCHES = 20, 21
+"""Pairs that the host enqueues before it waits for the GPU, and how often."""
+HOST_STEPS = 2 * HOST_PAIRS * HOST_BATCHES
+
+
+def host_costs(chain: Chain) -> dict[str, float]:
+    """What a pair costs the host, in us: by plain calls, and by prepared steps. Medians."""
+    costs = {}
+    for name, run in (("calls", chain.run), ("prepared", chain.run_prepared)):
+        times_ns = []
+        for _ in range(HOST_BATCHES):
+            start_ns = time.perf_counter_ns()
+            run(HOST_PAIRS)
+            times_ns.append(time.perf_counter_ns() - start_ns)
+            cuda.driver("StreamSynchronize", chain.bridge.stream)
+        # The first one also prepares.
+        costs[name] = float(np.median(times_ns[1:])) / HOST_PAIRS / 1e3
+    return costs
 
 
 def _apart(

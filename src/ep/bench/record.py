@@ -102,6 +102,8 @@ class Row:
         Build of the kernels, as `KernelOptions.parse` reads it.
     marks : tuple of Mark
         Where the time went, on rank 0, of a build with stamps; empty if that was not asked for.
+    host_us : dict, optional
+        What a pair costs the slowest rank's host in eager mode, by "calls" and by "prepared" steps.
     """
 
     tokens: int
@@ -111,6 +113,7 @@ class Row:
     floor: Floor | None = None
     variant: str = ""
     marks: tuple[Mark, ...] = ()
+    host_us: dict[str, float] | None = None
 
     @property
     def x_floor(self) -> float | None:
@@ -163,6 +166,7 @@ def to_json(row: Row, plan: Plan, world: World) -> dict[str, Any]:
         **times,
         **gpu_facts(row, plan, world),
         **breakdown(row),
+        "host_us": _rounded(row.host_us) if row.host_us else None,
         "sent_bytes": _rounded(dataclasses.asdict(row.traffic)),
         "host_cpus": os.cpu_count(),
         "versions": versions(),

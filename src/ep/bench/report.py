@@ -165,6 +165,11 @@ class Report:
                     f"{100 * row.rates_gbs()[name] / copy_gbs:.0f}" if row.timing else "-"
                     for row in self._rows
                 ]
+        if any(row.host_us for row in self._rows):
+            for name in ("calls", "prepared"):
+                columns[f"host, {name}"] = [
+                    f"{row.host_us[name]:.1f}" if row.host_us else "-" for row in self._rows
+                ]
         columns["KB/rank"] = [_digits(row.traffic.busiest / 1e3) for row in self._rows]
         for name in columns:
             table.add_column(name, justify="right", no_wrap=True)

@@ -152,17 +152,22 @@ class Sweep:
         # Fewer tokens each time: a row that combine did not empty would be found.
         complaints = self._check(num_tokens, num_tokens // 2, min(num_tokens, 1))
         timings: list[Timing | None] = [None] * len(self._exchanges)
+        costs: list[dict[str, float] | None] = [None] * len(self._exchanges)
         if not any(complaints):
             self._tell(num_tokens, timed)
             chains = [Chain(exchange, self._bridge, steps) for exchange in self._exchanges]
             timings = [gather(self._world, times) for times in self._time(chains)]
+            if self._mode == "eager":
+                costs = [self._host_costs(chain) for chain in chains]
             self._tell(num_tokens, after)
             complaints = [self._say(chain.complaint()) for chain in chains]
             if not any(complaints):
                 complaints = self._check(num_tokens)
         rows = [
-            Row(num_tokens, said, timing, traffic, self._floor, variant)
-            for said, timing, variant in zip(complaints, timings, plan.variants, strict=True)
+            Row(num_tokens, said, timing, traffic, self._floor, variant, host_us=cost)
+            for said, timing, variant, cost in zip(
+                complaints, timings, plan.variants, costs, strict=True
+            )
         ]
         if plan.breakdown and not any(complaints):
             from ep.bench.breakdown import measure
@@ -186,6 +191,14 @@ class Sweep:
 
             return [time_eager(chain, plan.steps, plan.warmup) for chain in chains]
         return [time_host(chain, plan.steps, plan.warmup) for chain in chains]
+
+    def _host_costs(self, chain: Chain) -> dict[str, float]:
+        from ep.bench.gpu_timing import HOST_STEPS, host_costs
+
+        self._steps_done += HOST_STEPS
+        chain.meet()
+        told = self._world.allgather(host_costs(chain), "gathering what the host costs")
+        return {name: max(costs[name] for costs in told) for name in told[0]}
 
     def _check(self, *counts: int) -> list[tuple[str, ...]]:
         """Run a checked step for each of `counts` until one fails; complaints of each variant."""
