@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ep.bootstrap.dial import Names, connect, receive
 from ep.bootstrap.door import Door, Link, Notes, listen, plain
 from ep.bootstrap.frames import BadFrame, Frame, Kind
 from ep.bootstrap.greeting import ANSWER, HELLO, Party, Unwelcome, check_answer, claim
@@ -25,6 +26,7 @@ from ep.errors import BootstrapError, EpTimeout, name_ranks
 
 if TYPE_CHECKING:
     from ep.bootstrap.address import Rendezvous
+    from ep.bootstrap.dial import Address
     from ep.bootstrap.proof import Authenticator
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class Meeting:
         self._timeout_s = timeout_s
         self._start = time.monotonic()
         self._notes = Notes()
+        self._names = Names()
 
     def meet(self) -> dict[int, Link]:
         """Give a connection to every other rank. Collective.
@@ -186,8 +189,22 @@ class Meeting:
         until = time.monotonic() + min(knock_s, max(self._left_s(), 0.1))
         where = f"{host}:{port}"
         try:
-            came = socket.create_connection((host, port), until - time.monotonic())
-        except (OSError, UnicodeError) as error:
+            # At one address a stranger may listen, or nobody answer.
+            for address, its_end in self._names.dial(host, port, until):
+                link = self._greet(rank, party, address, where, its_end)
+                if link is not None:
+                    return link
+        except OSError as error:
+            self._notes.add(f"{where}: {error}")
+        return None
+
+    def _greet(
+        self, rank: int, party: Party, address: Address, where: str, until: float
+    ) -> Link | None:
+        """As `_knock`, at one address of its host."""
+        try:
+            came = connect(address, until)
+        except OSError as error:
             # Nobody listens yet: that says nothing.
             if not isinstance(error, ConnectionRefusedError):
                 self._notes.add(f"{where}: {error}")
@@ -198,7 +215,8 @@ class Meeting:
             words, key, bound = claim(party, rank, said)
             came.sendall(words)
             keys = check_answer(party, key, bound, receive(came, ANSWER.size, until))
-            link = Link(came, keys, plain(came.getpeername()[0]), port)
+            name, port, *_ = came.getpeername()
+            link = Link(came, keys, plain(name), port)
         except TimeoutError:
             self._notes.add(f"{where}: what listens there did not greet in time")
         except OSError as error:
@@ -233,7 +251,11 @@ class Meeting:
 
     def _next_frame(self, link: Link) -> Frame:
         while (frame := link.keys.opener.next()) is None:
-            link.socket.settimeout(max(self._left_s() + LEAVE_S, 0.001))
+            left_s = self._left_s() + LEAVE_S
+            # Of a frame that comes byte by byte, too.
+            if left_s <= 0:
+                raise TimeoutError
+            link.socket.settimeout(left_s)
             data = link.socket.recv(1 << 16)
             if not data:
                 raise ConnectionResetError
@@ -281,21 +303,6 @@ class Meeting:
             if not missing:
                 break
         return sorted(missing)
-
-
-def receive(came: socket.socket, num_bytes: int, until: float) -> bytes:
-    """Receive so many bytes, in all of the time until then and no more."""
-    data = bytearray()
-    while len(data) < num_bytes:
-        left_s = until - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        came.settimeout(left_s)
-        more = came.recv(num_bytes - len(data))
-        if not more:
-            raise ConnectionResetError("closed in the greeting")
-        data += more
-    return bytes(data)
 
 
 def make_lasting(link: socket.socket) -> None:

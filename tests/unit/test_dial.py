@@ -1,0 +1,97 @@
+"""How long a rank tries to reach another, and where: names, several addresses, who drips."""
+
+import contextlib
+import dataclasses
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ep.bootstrap import door, rendezvous
+from ep.bootstrap.address import Rendezvous
+from ep.bootstrap.frames import HEADER, Kind
+from ep.bootstrap.greeting import Party
+from tests.plain import free_port
+from tests.unit.test_rendezvous import SECRET, check_mesh, close, meet
+
+LOCAL = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
+
+
+@pytest.fixture
+def place():
+    return Rendezvous("job", "127.0.0.1", (free_port(),), "EP_RENDEZVOUS")
+
+
+def test_a_resolver_that_hangs_costs_no_more_than_the_time_and_a_thread(place, monkeypatch):
+    asked, wakes = [], threading.Event()
+
+    def hang(*given, **_):
+        asked.append(given)
+        wakes.wait(20)
+        raise socket.gaierror(socket.EAI_AGAIN, "hung")
+
+    monkeypatch.setattr(rendezvous, "LEAST_KNOCK_S", 0.1)
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    start = time.monotonic()
+    (error,) = meet(2, dataclasses.replace(place, host="head"), ranks=[1], timeout_s=0.6).values()
+    wakes.set()
+    assert time.monotonic() - start < 5
+    assert error.awaited == (0,)
+    assert "its name was not looked up in time" in str(error)
+    assert len(asked) == 1
+
+
+def test_a_name_that_is_made_later_is_found(place, monkeypatch):
+    tries = []
+
+    def resolve(*_given, **_):
+        tries.append(0)
+        if len(tries) < 4:
+            raise socket.gaierror(socket.EAI_NONAME, "unknown")
+        return [LOCAL]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    found = meet(2, place, places={1: dataclasses.replace(place, host="head")})
+    check_mesh(found, 2)
+    close(found)
+
+
+def test_a_stranger_at_the_first_address_of_a_host_is_passed_by(place, monkeypatch):
+    monkeypatch.setattr(rendezvous, "LEAST_KNOCK_S", 0.4)
+    silent = (*LOCAL[:4], ("127.0.0.2", 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_given, **_: [silent, LOCAL])
+    with socket.create_server(("127.0.0.2", place.ports[0])):
+        found = meet(2, place, places={1: dataclasses.replace(place, host="head")})
+    check_mesh(found, 2)
+    close(found)
+
+
+def test_one_who_drips_in_rank_0s_place_does_not_hold_a_rank_beyond_its_time(place, monkeypatch):
+    """Who stands in the middle can keep ranks from meeting, but for no longer."""
+    monkeypatch.setattr(rendezvous, "LEAVE_S", 0.1)
+    party, over = Party(0, 2, "job", SECRET), threading.Event()
+
+    def drip_frame():
+        with socket.create_server((place.host, place.ports[0])) as listener:
+            one = door.Door(listener, party, {1}, door.Notes())
+            until = time.monotonic() + 10
+            while one.absent() and time.monotonic() < until:
+                one.attend(0.1)
+            link = one.links[1]
+            with contextlib.suppress(OSError):
+                link.socket.send(HEADER.pack(Kind.WAITING, 1 << 20, 0))
+                while not over.wait(0.0005) and time.monotonic() < until:
+                    link.socket.send(b"x")
+            one.close()
+            link.socket.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        dripping = pool.submit(drip_frame)
+        start = time.monotonic()
+        (error,) = meet(2, place, ranks=[1], timeout_s=0.4).values()
+        over.set()
+        assert time.monotonic() - start < 3
+        assert error.awaited == (0,)
+        dripping.result()
