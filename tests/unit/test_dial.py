@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import socket
 import threading
 import time
@@ -9,10 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import ep
 from ep.bootstrap import door, rendezvous
 from ep.bootstrap.address import Rendezvous
 from ep.bootstrap.frames import HEADER, Kind
 from ep.bootstrap.greeting import Party
+from ep.bootstrap.launcher import Launch
+from ep.bootstrap.tcp import open_tcp_channel
 from tests.plain import free_port
 from tests.unit.test_rendezvous import SECRET, check_mesh, close, meet
 
@@ -95,3 +99,56 @@ def test_one_who_drips_in_rank_0s_place_does_not_hold_a_rank_beyond_its_time(pla
         assert time.monotonic() - start < 3
         assert error.awaited == (0,)
         dripping.result()
+
+
+# What a rank cannot have, and who goes before the mesh is there.
+
+
+class Full(socket.socket):
+    """One that listens where no descriptors are left."""
+
+    def accept(self):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_that_there_are_no_descriptors_for_who_comes_is_told(caplog):
+    notes = door.Notes()
+    with Full() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        one = door.Door(listener, Party(0, 2, "job", SECRET), {1}, notes)
+        with socket.create_connection(listener.getsockname()):
+            one.attend(5)
+        one.close()
+    assert "rank 0 cannot let in who comes: [Errno 24] Too many open files" in notes.last()[0]
+    assert "raise ulimit -n" in caplog.text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_sockets_fails_by_name(place, monkeypatch, rank):
+    def none(*_given, **_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "create_server", none)
+    with pytest.raises(ep.BootstrapError, match=r"rank \d.* at 127.0.0.1:.*Too many open files"):
+        open_tcp_channel(Launch("ep", rank, 2), place, SECRET, 5.0)
+
+
+def test_ranks_do_not_wait_for_those_that_rank_0_has_not_told(place, monkeypatch):
+    """It goes after it has told two of four; the others cannot know where anybody is."""
+    told, hide = threading.local(), rendezvous._hide
+
+    def hide_twice(key, link):
+        told.number = getattr(told, "number", 0) + 1
+        if told.number == 3:
+            raise ep.BootstrapError("rank 0 goes")
+        return hide(key, link)
+
+    monkeypatch.setattr(rendezvous, "_hide", hide_twice)
+    monkeypatch.setattr(rendezvous, "LEAST_KNOCK_S", 0.1)
+    found = meet(5, place, timeout_s=1.5)
+    assert isinstance(found[0], ep.BootstrapError)
+    for rank in (1, 2):
+        assert (found[rank].gone, found[rank].awaited[-1]) == ({0: ""}, 4), found
+        assert found[rank].waited_s < 1.2
+    assert [found[rank].awaited for rank in (3, 4)] == [(0,), (0,)]

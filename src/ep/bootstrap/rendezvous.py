@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ep.bootstrap.dial import Names, connect, receive
-from ep.bootstrap.door import Door, Link, Notes, listen, plain
+from ep.bootstrap.door import Door, Link, Notes, has_ended, listen, plain
 from ep.bootstrap.frames import BadFrame, Frame, Kind
 from ep.bootstrap.greeting import ANSWER, HELLO, Party, Unwelcome, check_answer, claim
 from ep.bootstrap.proof import KEY_BYTES, SharedSecret
@@ -75,6 +75,8 @@ class Meeting:
             Naming the ranks that did not come, and what came instead.
         BootstrapError
             On rank 0, if it cannot listen.
+        OSError
+            If there are no sockets to be had.
         """
         links: dict[int, Link] = {}
         try:
@@ -90,14 +92,14 @@ class Meeting:
     def _left_s(self) -> float:
         return self._start + self._timeout_s - time.monotonic()
 
-    def _timeout(self, missing: list[int]) -> EpTimeout:
+    def _timeout(self, missing: list[int], gone: dict[int, str] | None = None) -> EpTimeout:
         waited_s = min(self._timeout_s, time.monotonic() - self._start)
         notes = [f"they meet at {self._place}", *self._notes.last()]
         nodes: dict[str, list[int]] = {}
         for rank in missing if self._place.nodes else ():
             nodes.setdefault(self._place.nodes[rank], []).append(rank)
         notes += [f"Slurm has {name_ranks(ranks)} on node {node}" for node, ranks in nodes.items()]
-        return EpTimeout(START_UP, 0, self._party.rank, tuple(missing), (), waited_s, None, notes)
+        return EpTimeout(START_UP, 0, self._party.rank, tuple(missing), (), waited_s, gone, notes)
 
     # Rank 0.
 
@@ -269,6 +271,9 @@ class Meeting:
         party = me._replace(authenticator=SharedSecret(key, "this meeting's key"))
         above = Door(listener, party, set(range(me.rank + 1, me.size)), self._notes)
         stop = threading.Event()
+        # Without rank 0 there is no mesh, and nobody tells those that it has not told.
+        first = links[0].socket
+        first.setblocking(False)
 
         def attend() -> None:
             while above.absent() and self._left_s() > 0 and not stop.is_set():
@@ -278,7 +283,7 @@ class Meeting:
         helper.start()
         try:
             missing = self._reach(party, told["doors"], links)
-            while helper.is_alive() and not missing:
+            while helper.is_alive() and not missing and not has_ended(first):
                 helper.join(0.1)
         finally:
             stop.set()
@@ -287,7 +292,7 @@ class Meeting:
             above.close()
         missing += above.absent()
         if missing:
-            raise self._timeout(missing)
+            raise self._timeout(missing, {0: ""} if has_ended(first) else None)
 
     def _reach(self, party: Party, doors: list[Any], links: dict[int, Link]) -> list[int]:
         """Connect to the ranks below but 0, and give those that cannot be had."""
@@ -300,7 +305,7 @@ class Meeting:
                 if link is not None:
                     links[rank] = link
             missing = [rank for rank in missing if rank not in links]
-            if not missing:
+            if not missing or has_ended(links[0].socket):
                 break
         return sorted(missing)
 
