@@ -240,7 +240,11 @@ class Meeting:
                 frame = self._next_frame(link)
             except TimeoutError:
                 break
-            except (OSError, BadFrame):
+            except OSError:
+                self._notes.add("rank 0 was there, and went before all had come")
+                return None, [0]
+            except BadFrame:
+                self._notes.add("what came for rank 0 was not its own; the connection was cut")
                 return None, [0]
             told = json.loads(frame.payload)
             if frame.kind is Kind.DOORS:
