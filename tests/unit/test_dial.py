@@ -11,12 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import ep
-from ep.bootstrap import door, rendezvous
+from ep.bootstrap import door, rendezvous, tcp
 from ep.bootstrap.address import Rendezvous
 from ep.bootstrap.frames import HEADER, Kind
 from ep.bootstrap.greeting import Party
 from ep.bootstrap.launcher import Launch
-from ep.bootstrap.tcp import open_tcp_channel
 from tests.plain import free_port
 from tests.unit.test_rendezvous import SECRET, check_mesh, close, meet
 
@@ -156,8 +155,11 @@ def test_a_rank_without_sockets_fails_by_name(place, monkeypatch, rank):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(socket, "create_server", none)
+    # What other tests have left in this process.
+    for name in ("_left_without", "_closed"):
+        monkeypatch.setattr(tcp, name, [])
     with pytest.raises(ep.BootstrapError, match=r"rank \d.* at 127.0.0.1:.*Too many open files"):
-        open_tcp_channel(Launch("ep", rank, 2), place, SECRET, 5.0)
+        tcp.open_tcp_channel(Launch("ep", rank, 2), place, SECRET, 5.0)
 
 
 @pytest.mark.parametrize("last", [(1, 2), (3, 4)])
