@@ -1,6 +1,8 @@
 # shellcheck shell=bash
 # Sourced by the scripts beside it: makes virtual environments and tells MPI about this machine.
 
+# With it cd says where it goes, in the middle of a path.
+unset CDPATH
 ep_root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
 # One thread a rank: 16 ranks with a BLAS pool each would fight over a small machine's cores.

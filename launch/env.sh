@@ -18,7 +18,7 @@ export NVSHMEM_SYMMETRIC_SIZE=${NVSHMEM_SYMMETRIC_SIZE:-1G}
 # ep
 
 # Compiled kernels: a folder that all nodes see is filled once. One that others can write is not used.
-export EP_CACHE_DIR=${EP_CACHE_DIR:-$HOME/.cache/ep}
+export EP_CACHE_DIR=${EP_CACHE_DIR:-~/.cache/ep}
 # Check values, not only shapes: each call then waits for the GPU.
 #export EP_CHECK=${EP_CHECK:-1}
 # Memory of the host backend: where nodes are containers of one machine, a folder that all of them see.

@@ -45,9 +45,12 @@ class EpError(Exception):
     ----------
     on_every_rank : bool
         Whether every rank raises it, in the same words, so that one may tell it for all.
+    on_whole_node : bool
+        The same of the ranks of this node, though of others nothing is known.
     """
 
     on_every_rank = False
+    on_whole_node = False
 
 
 class ConfigError(EpError, ValueError):

@@ -10,7 +10,7 @@
 #
 # Exits with 77, as skipped tests do, where there cannot be one: no root, no Slurm, no namespaces.
 set -euo pipefail
-here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+here=$(unset CDPATH && cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 PATH=$PATH:/usr/sbin:/sbin
 
 case ${1:-} in

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ep.doctor import launch, machine, software
+from ep.doctor.launch import local_rank_hint
 from ep.doctor.result import Context, Mark, Options
 from ep.kernels.compile import PINNED_COMPILER
 from ep.memory.nvshmem import TESTED
@@ -230,3 +231,9 @@ def test_numa_nodes(tmp_path):
         (tmp_path / node / "cpulist").write_text(cpus)
     assert machine.numa_nodes(tmp_path) == {0: {0, 1, 2, 8}, 1: {3}, 2: set()}
     assert machine.numa_nodes(tmp_path / "missing") == {}
+
+
+def test_a_local_rank_that_is_nonsense_is_no_hint():
+    for text in ("", "-1", "x", "9" * 5000):
+        assert local_rank_hint({"SLURM_LOCALID": text}) == 0
+    assert local_rank_hint({"LOCAL_RANK": "", "SLURM_LOCALID": "3"}) == 3

@@ -130,6 +130,13 @@ def test_a_greeting_gives_both_the_same_keys():
         keys.opener.next()
 
 
+def test_what_hides_a_key_is_not_shown():
+    claimed, keys = greet(*parties())
+    for shown in (repr(keys), repr(claimed), f"{keys}"):
+        assert "pad" not in shown
+        assert repr(keys.pad) not in shown
+
+
 @pytest.mark.parametrize(
     ("odd", "host_says", "guest_says"),
     [

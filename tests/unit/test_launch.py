@@ -119,6 +119,18 @@ if [ "$1" = --version ]; then echo "{version}"; else echo "$@"; fi
 """
 
 
+def test_neither_cdpath_nor_a_missing_home_misleads(places):
+    (places / "site" / "bin" / "mpirun").write_text(MPIRUN.format(version="HYDRA"))
+    done = subprocess.run(
+        ["/bin/bash", "launch/mpirun.sh", "-n", "2", "python", "x y"],
+        env={"PATH": f"{places}/site/bin:/usr/bin:/bin", "CDPATH": ".", "EP_VENV": "/nonexistent"},
+        cwd=LAUNCH.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("-np 2 python x y\n", "")
+
+
 @pytest.mark.parametrize(
     ("version", "words"),
     [

@@ -103,3 +103,27 @@ def test_tcp_is_refused_before_anybody_waits(opened, monkeypatch, tmp_path):
     with pytest.raises(ep.ConfigError, match="EP_BOOTSTRAP='udp'"):
         opening.open_channel({"EP_BOOTSTRAP": "udp"}, 1)
     assert opened == []
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        PLAIN | {"RANK": "0", "WORLD_SIZE": "1"},
+    ],
+    ids=str,
+)
+def test_a_world_of_one_among_tasks_of_srun_is_told(opened, left, caplog):
+    opening.open_channel(STEP | left, 1)
+    assert "this rank is the only one, though srun started '8' tasks" in caplog.text
+    caplog.clear()
+    for meant in (left, STEP | left | {"SLURM_NTASKS": "1"}, SLURM | left | TYPED | SECRET):
+        opening.open_channel(meant, 1)
+    assert not caplog.records
+
+
+def test_a_size_beyond_any_mesh_is_refused_at_once(opened):
+    with pytest.raises(ep.BootstrapError, match=r"999999999 ranks of ep .*allowed are 1024"):
+        opening.open_channel(TYPED | SECRET | {"EP_RANKS": "999999999"}, 1)
+    assert opened == []

@@ -1,13 +1,17 @@
 """What ranks prove themselves by: a secret, or munge, which a toy plays."""
 
 import os
+import sys
 
+import click
 import pytest
 
 import ep
+from ep.bench.command import run_command
 from ep.bootstrap.address import Rendezvous
 from ep.bootstrap.proof import Munge, Refused, authenticator_of
 from tests.plain import free_port
+from tests.unit.test_launcher import ELASTIC, STEP, TYPED
 from tests.unit.test_rendezvous import check_mesh, close, meet
 
 
@@ -57,16 +61,49 @@ def test_munge_carries_a_key(munge, tmp_path):
 
 
 def test_a_credential_of_another_user_proves_nothing(munge):
-    one = munge(os.geteuid() + 1)
+    with pytest.raises(ep.BootstrapError, match="unmunge does not open what munge gives") as caught:
+        munge(os.geteuid() + 1)
+    assert caught.value.on_whole_node
+    one = Munge()
     with pytest.raises(Refused):
         one.accept(one.claim(b"b" * 32)[1], b"b" * 32)
 
 
 def test_munge_that_fails_is_told_before_anybody_waits(munge):
-    with pytest.raises(ep.BootstrapError, match="munge gives no credential"):
+    with pytest.raises(ep.BootstrapError, match="munge gives no credential") as caught:
         munge(os.geteuid(), end=3)
+    assert caught.value.on_whole_node
     with pytest.raises(Refused):
         Munge().accept(b"x", b"b" * 32)
+
+
+@pytest.mark.parametrize(
+    ("environ", "tells"),
+    [
+        (STEP | {"SLURM_LOCALID": "0"}, True),
+        (STEP | {"SLURM_LOCALID": "3"}, False),
+        # Left of a launcher around it.
+        (STEP | {"LOCAL_RANK": "3"}, True),
+        (ELASTIC | {"LOCAL_RANK": "1"}, False),
+        (TYPED | {"SLURM_LOCALID": "3", "LOCAL_RANK": "1"}, True),
+    ],
+    ids=str,
+)
+def test_one_rank_of_a_node_tells_that_there_is_no_proof(monkeypatch, environ, tells, capsys):
+    monkeypatch.setattr(os, "environ", environ)
+
+    @click.command
+    def command():
+        try:
+            authenticator_of({})
+        except ep.EpError as error:
+            raise click.ClickException(str(error)) from error
+
+    monkeypatch.setattr(sys, "argv", ["command"])
+    with pytest.raises(SystemExit) as ended:
+        run_command(command, "command")
+    assert ended.value.code == 1
+    assert ("have nothing to prove themselves by" in capsys.readouterr().err) == tells
 
 
 def test_ranks_meet_by_munge(munge):

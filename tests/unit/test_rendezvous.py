@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 import ep
 from ep.bootstrap import door, rendezvous
 from ep.bootstrap.address import Rendezvous
+from ep.bootstrap.dial import receive
 from ep.bootstrap.frames import Kind
 from ep.bootstrap.greeting import ANSWER, HELLO, MAGIC, Party, Unwelcome, check_answer, claim
 from ep.bootstrap.proof import SharedSecret
-from ep.bootstrap.rendezvous import Meeting, receive
+from ep.bootstrap.rendezvous import Meeting
 from tests.plain import free_port
 
 SECRET = SharedSecret(b"0123456789abcdef")

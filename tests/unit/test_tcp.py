@@ -5,12 +5,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import ep
+from ep.bootstrap import tcp, world
 from ep.bootstrap.channel import REGROUPING
 from ep.bootstrap.door import Link
 from ep.bootstrap.frames import Kind, Opener, Sealer
@@ -215,3 +217,19 @@ def test_a_rank_that_goes_before_it_has_said_where_it_is():
     for error in on_all(channels[:2], lambda one: ep.World(one, "host", 20)):
         assert "start-up waited" in str(error)
         assert "for rank 2; rank 2's process is gone" in str(error)
+
+
+def test_a_world_that_is_refused_on_all_ranks_leaves_its_channel_to_the_next(monkeypatch):
+    channels, _ = mesh(2)
+    mine, closed = threading.local(), list[TcpChannel]()
+    monkeypatch.setattr(tcp, "_closed", closed)
+    monkeypatch.setattr(world, "open_channel", lambda *_: mine.channel)
+
+    def refused(channel):
+        mine.channel = channel
+        ep.World.connect("host" if channel.rank else "auto", timeout_s=5)
+
+    errors = on_all(channels, refused)
+    assert [type(error) for error in errors] == [ep.CollectiveError] * 2, errors
+    assert sorted(one.rank for one in closed) == [0, 1]
+    assert on_all(channels, said) == [[b"\0", b"\1"]] * 2

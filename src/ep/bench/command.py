@@ -152,16 +152,22 @@ def run_command(command: click.Command, name: str) -> NoReturn:
             error.show()
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        alike = isinstance(error.__cause__, EpError) and error.__cause__.on_every_rank
-        if not alike or _is_first():
+        if _tells(error.__cause__):
             error.show()
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(1)
 
 
-def _is_first() -> bool:
+def _tells(error: BaseException | None) -> bool:
+    """Whether this rank is the one to tell it, of all that met the same."""
     launch = None
     with contextlib.suppress(EpError):
         launch = detect(os.environ)
-    return launch is None or launch.rank == 0
+    if launch is None or not isinstance(error, EpError):
+        return True
+    if error.on_whole_node:
+        # Of the launcher itself alone: by another's left variables no rank may be the first.
+        local = {"slurm": "SLURM_LOCALID", "torchrun": "LOCAL_RANK"}.get(launch.launcher, "")
+        return os.environ.get(local, "0") == "0"
+    return not error.on_every_rank or launch.rank == 0

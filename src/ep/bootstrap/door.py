@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import selectors
 import socket
@@ -129,8 +130,11 @@ class Door:
     def _admit(self) -> None:
         try:
             came, address = self._listener.accept()
-        except OSError:
+        except OSError as error:
             # It has gone already, or there are no descriptors: then the oldest makes room.
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                words = f"rank {self._party.rank} cannot let in who comes: {error}; raise ulimit -n"
+                self._notes.add(words, uninvited=True)
             if self._guests:
                 self._dismiss(next(iter(self._guests.values())), "too many came at once")
             time.sleep(0.01)
@@ -182,14 +186,8 @@ class Door:
     def _look_after(self, rank: int) -> None:
         """Forget a rank that has gone again; what it may say already is for later."""
         link = self.links[rank]
-        try:
-            has_gone = not link.socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return
-        except OSError:
-            has_gone = True
         self._selector.unregister(link.socket)
-        if has_gone:
+        if has_ended(link.socket):
             link.socket.close()
             del self.links[rank]
             self._notes.add(f"rank {rank} came from {link.host}, and went before the others came")
@@ -200,6 +198,16 @@ class Door:
         guest.socket.close()
         if words:
             self._notes.add(f"a stranger came from {guest.host}: {words}", uninvited=True)
+
+
+def has_ended(link: socket.socket) -> bool:
+    """Whether the other side of one that does not block has gone, and all it said is read."""
+    try:
+        return not link.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def plain(host: str) -> str:

@@ -78,6 +78,10 @@ class Keys(NamedTuple):
     opener: Opener
     pad: bytes
 
+    def __repr__(self) -> str:
+        # The pad hides a key: not for logs and debuggers.
+        return "Keys()"
+
 
 class Claim(NamedTuple):
     """What came with a claim that holds."""

@@ -11,8 +11,9 @@ from ep.bootstrap.channel import SingleChannel
 from ep.bootstrap.launcher import detect, is_started_by_srun
 from ep.bootstrap.mpi import open_mpi_channel
 from ep.bootstrap.proof import authenticator_of
+from ep.bootstrap.slurm import is_step
 from ep.bootstrap.tcp import open_tcp_channel
-from ep.errors import BootstrapError
+from ep.errors import BootstrapError, shown
 from ep.settings import choice
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_SIZE = 1024
+"""Ranks that meet over TCP, each of which holds a connection to each."""
 _MPIS = ("openmpi", "mpich")
 
 
@@ -45,6 +48,7 @@ def open_channel(environ: Mapping[str, str], timeout_s: float) -> Channel:
     launch = detect(environ)
     if launch is None:
         return SingleChannel()
+    _tell_tasks(environ, launch)
     if how == "mpi":
         return open_mpi_channel(launch, timeout_s)
     if how == "auto" and launch.launcher in _MPIS and not is_started_by_srun(environ, launch):
@@ -60,12 +64,29 @@ def open_channel(environ: Mapping[str, str], timeout_s: float) -> Channel:
     return _open_tcp(environ, launch, timeout_s)
 
 
+def _tell_tasks(environ: Mapping[str, str], launch: Launch) -> None:
+    """Say that what makes this a world of one may be left of something around srun."""
+    tasks = environ.get("SLURM_NTASKS", "1")
+    if launch.size == 1 and launch.launcher != "ep" and is_step(environ) and tasks != "1":
+        logger.warning(
+            "by the variables of %s this rank is the only one, though srun started %s tasks; unset "
+            "those variables before srun, if they are left of a launcher around it",
+            launch.launcher,
+            shown(tasks),
+        )
+
+
 def _offers_mpi(environ: Mapping[str, str]) -> bool:
     offered = "PMI_RANK" in environ or "PMIX_RANK" in environ
     return offered and find_spec("mpi4py") is not None
 
 
 def _open_tcp(environ: Mapping[str, str], launch: Launch, timeout_s: float) -> Channel:
+    if launch.size > MAX_SIZE:
+        raise BootstrapError(
+            f"{launch.size} ranks of {launch.launcher} would meet over TCP; allowed are "
+            f"{MAX_SIZE}: set the number of ranks right, or use MPI"
+        )
     # Both before anybody waits: all ranks fail alike, and at once.
     rendezvous, authenticator = rendezvous_of(environ, launch), authenticator_of(environ)
     return open_tcp_channel(launch, rendezvous, authenticator, timeout_s)

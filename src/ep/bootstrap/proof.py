@@ -113,11 +113,12 @@ class Munge:
         try:
             done = self._call("unmunge", ["--keys=UID", "--numeric"], credential)
         except BootstrapError as error:
-            raise Refused from error
+            raise Refused(str(error)) from error
         head, _, payload = done.stdout.partition(b"\n\n")
         uid = re.match(rb"UID:\s+(\d+)(?!\S)", head)
         if done.returncode or uid is None or int(uid[1]) != self._uid:
-            raise Refused
+            told = done.stderr.decode(errors="replace").strip()[:200]
+            raise Refused(told or "it is another user's")
         try:
             opened = bytes.fromhex(payload.decode().strip())
         except ValueError as error:
@@ -125,6 +126,24 @@ class Munge:
         if not hmac.compare_digest(opened[KEY_BYTES:], bound):
             raise Refused
         return opened[:KEY_BYTES]
+
+    def try_own(self) -> None:
+        """Make a credential, and open it again. Local.
+
+        Raises
+        ------
+        BootstrapError
+            If either fails.
+        """
+        bound = bytes(KEY_BYTES)
+        _, credential = self.claim(bound)
+        try:
+            self.accept(credential, bound)
+        except Refused as error:
+            raise BootstrapError(
+                f"unmunge does not open what munge gives ({error}); export the same random "
+                "EP_SECRET to every rank instead, as by: export EP_SECRET=$(openssl rand -hex 32)"
+            ) from error
 
     def _call(
         self, tool: str, words: list[str], given: bytes
@@ -167,11 +186,18 @@ def authenticator_of(environ: Mapping[str, str]) -> Authenticator:
         return SharedSecret(secret.encode(errors="surrogateescape"))
     if "SLURM_JOB_ID" in environ and shutil.which("munge") and shutil.which("unmunge"):
         munge = Munge(environ.get("EP_MUNGE_SOCKET"))
-        # Where it does not work, no rank shall wait for one that has found out.
-        munge.claim(bytes(KEY_BYTES))
+        try:
+            # Where it does not work, no rank shall wait for one that has found out, nor rank 0,
+            # which opens what others claim, take them for strangers.
+            munge.try_own()
+        except BootstrapError as error:
+            error.on_whole_node = True
+            raise
         return munge
-    raise BootstrapError(
+    nothing = BootstrapError(
         "ranks meet over TCP, where anybody may come, and have nothing to prove themselves by; "
         "export the same random EP_SECRET to every rank before the launch, as by: "
         "export EP_SECRET=$(openssl rand -hex 32)"
     )
+    nothing.on_whole_node = True
+    raise nothing

@@ -17,7 +17,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ep.bootstrap.door import Door, Link, Notes, listen, plain
+from ep.bootstrap.dial import Names, connect, receive
+from ep.bootstrap.door import Door, Link, Notes, has_ended, listen, plain
 from ep.bootstrap.frames import BadFrame, Frame, Kind
 from ep.bootstrap.greeting import ANSWER, HELLO, Party, Unwelcome, check_answer, claim
 from ep.bootstrap.proof import KEY_BYTES, SharedSecret
@@ -25,6 +26,7 @@ from ep.errors import BootstrapError, EpTimeout, name_ranks
 
 if TYPE_CHECKING:
     from ep.bootstrap.address import Rendezvous
+    from ep.bootstrap.dial import Address
     from ep.bootstrap.proof import Authenticator
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class Meeting:
         self._timeout_s = timeout_s
         self._start = time.monotonic()
         self._notes = Notes()
+        self._names = Names()
 
     def meet(self) -> dict[int, Link]:
         """Give a connection to every other rank. Collective.
@@ -72,6 +75,8 @@ class Meeting:
             Naming the ranks that did not come, and what came instead.
         BootstrapError
             On rank 0, if it cannot listen.
+        OSError
+            If there are no sockets to be had.
         """
         links: dict[int, Link] = {}
         try:
@@ -87,14 +92,14 @@ class Meeting:
     def _left_s(self) -> float:
         return self._start + self._timeout_s - time.monotonic()
 
-    def _timeout(self, missing: list[int]) -> EpTimeout:
+    def _timeout(self, missing: list[int], gone: dict[int, str] | None = None) -> EpTimeout:
         waited_s = min(self._timeout_s, time.monotonic() - self._start)
         notes = [f"they meet at {self._place}", *self._notes.last()]
         nodes: dict[str, list[int]] = {}
         for rank in missing if self._place.nodes else ():
             nodes.setdefault(self._place.nodes[rank], []).append(rank)
         notes += [f"Slurm has {name_ranks(ranks)} on node {node}" for node, ranks in nodes.items()]
-        return EpTimeout(START_UP, 0, self._party.rank, tuple(missing), (), waited_s, None, notes)
+        return EpTimeout(START_UP, 0, self._party.rank, tuple(missing), (), waited_s, gone, notes)
 
     # Rank 0.
 
@@ -186,8 +191,22 @@ class Meeting:
         until = time.monotonic() + min(knock_s, max(self._left_s(), 0.1))
         where = f"{host}:{port}"
         try:
-            came = socket.create_connection((host, port), until - time.monotonic())
-        except (OSError, UnicodeError) as error:
+            # At one address a stranger may listen, or nobody answer.
+            for address, its_end in self._names.dial(host, port, until):
+                link = self._greet(rank, party, address, where, its_end)
+                if link is not None:
+                    return link
+        except OSError as error:
+            self._notes.add(f"{where}: {error}")
+        return None
+
+    def _greet(
+        self, rank: int, party: Party, address: Address, where: str, until: float
+    ) -> Link | None:
+        """As `_knock`, at one address of its host."""
+        try:
+            came = connect(address, until)
+        except OSError as error:
             # Nobody listens yet: that says nothing.
             if not isinstance(error, ConnectionRefusedError):
                 self._notes.add(f"{where}: {error}")
@@ -198,7 +217,8 @@ class Meeting:
             words, key, bound = claim(party, rank, said)
             came.sendall(words)
             keys = check_answer(party, key, bound, receive(came, ANSWER.size, until))
-            link = Link(came, keys, plain(came.getpeername()[0]), port)
+            name, port, *_ = came.getpeername()
+            link = Link(came, keys, plain(name), port)
         except TimeoutError:
             self._notes.add(f"{where}: what listens there did not greet in time")
         except OSError as error:
@@ -220,7 +240,11 @@ class Meeting:
                 frame = self._next_frame(link)
             except TimeoutError:
                 break
-            except (OSError, BadFrame):
+            except OSError:
+                self._notes.add("rank 0 was there, and went before all had come")
+                return None, [0]
+            except BadFrame:
+                self._notes.add("what came for rank 0 was not its own; the connection was cut")
                 return None, [0]
             told = json.loads(frame.payload)
             if frame.kind is Kind.DOORS:
@@ -233,7 +257,11 @@ class Meeting:
 
     def _next_frame(self, link: Link) -> Frame:
         while (frame := link.keys.opener.next()) is None:
-            link.socket.settimeout(max(self._left_s() + LEAVE_S, 0.001))
+            left_s = self._left_s() + LEAVE_S
+            # Of a frame that comes byte by byte, too.
+            if left_s <= 0:
+                raise TimeoutError
+            link.socket.settimeout(left_s)
             data = link.socket.recv(1 << 16)
             if not data:
                 raise ConnectionResetError
@@ -247,6 +275,9 @@ class Meeting:
         party = me._replace(authenticator=SharedSecret(key, "this meeting's key"))
         above = Door(listener, party, set(range(me.rank + 1, me.size)), self._notes)
         stop = threading.Event()
+        # Without rank 0 there is no mesh, and nobody tells those that it has not told.
+        first = links[0].socket
+        first.setblocking(False)
 
         def attend() -> None:
             while above.absent() and self._left_s() > 0 and not stop.is_set():
@@ -256,7 +287,7 @@ class Meeting:
         helper.start()
         try:
             missing = self._reach(party, told["doors"], links)
-            while helper.is_alive() and not missing:
+            while helper.is_alive() and not missing and not has_ended(first):
                 helper.join(0.1)
         finally:
             stop.set()
@@ -265,7 +296,7 @@ class Meeting:
             above.close()
         missing += above.absent()
         if missing:
-            raise self._timeout(missing)
+            raise self._timeout(missing, {0: ""} if has_ended(first) else None)
 
     def _reach(self, party: Party, doors: list[Any], links: dict[int, Link]) -> list[int]:
         """Connect to the ranks below but 0, and give those that cannot be had."""
@@ -278,24 +309,9 @@ class Meeting:
                 if link is not None:
                     links[rank] = link
             missing = [rank for rank in missing if rank not in links]
-            if not missing:
+            if not missing or has_ended(links[0].socket):
                 break
         return sorted(missing)
-
-
-def receive(came: socket.socket, num_bytes: int, until: float) -> bytes:
-    """Receive so many bytes, in all of the time until then and no more."""
-    data = bytearray()
-    while len(data) < num_bytes:
-        left_s = until - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        came.settimeout(left_s)
-        more = came.recv(num_bytes - len(data))
-        if not more:
-            raise ConnectionResetError("closed in the greeting")
-        data += more
-    return bytes(data)
 
 
 def make_lasting(link: socket.socket) -> None:

@@ -15,7 +15,7 @@ from ep.bootstrap.channel import REGROUPING, same_exclusions
 from ep.bootstrap.frames import MAX_PAYLOAD, Frame, Kind
 from ep.bootstrap.lines import Lines
 from ep.bootstrap.rendezvous import Meeting
-from ep.errors import ArgumentError, EpTimeout, StateError, name_ranks
+from ep.errors import ArgumentError, BootstrapError, EpError, EpTimeout, StateError, name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,7 +203,7 @@ def open_tcp_channel(
     Raises
     ------
     BootstrapError
-        If rank 0 cannot listen.
+        If rank 0 cannot listen, or this rank can have no more sockets.
     EpTimeout
         If ranks are missing, naming them and what came instead.
     StateError
@@ -218,7 +218,19 @@ def open_tcp_channel(
     if _closed and _closed[-1].is_own:
         return _closed.pop()
     meeting = Meeting(launch.rank, launch.size, rendezvous, authenticator, timeout_s)
-    return TcpChannel(launch.rank, launch.size, meeting.meet())
+    links: dict[int, Link] = {}
+    try:
+        links = meeting.meet()
+        return TcpChannel(launch.rank, launch.size, links)
+    except EpError:
+        raise
+    except OSError as error:
+        for link in links.values():
+            link.socket.close()
+        raise BootstrapError(
+            f"rank {launch.rank} has no sockets to meet the others at {rendezvous}: {error}; it "
+            f"needs {launch.size - 1} for them and some to spare (ulimit -n), and that address"
+        ) from error
 
 
 def _end(code: int, words: str = "") -> NoReturn:

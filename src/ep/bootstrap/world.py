@@ -27,6 +27,7 @@ from ep.config import MAX_SECONDS
 from ep.errors import (
     ArgumentError,
     CollectiveError,
+    EpError,
     EpTimeout,
     StateError,
     shown,
@@ -160,7 +161,13 @@ class World:
         if share_gpus is None:
             share_gpus = is_set("EP_SHARE_GPUS")
         channel = open_channel(os.environ, timeout_s)
-        world = cls(channel, backend, timeout_s, share_gpus=share_gpus)
+        try:
+            world = cls(channel, backend, timeout_s, share_gpus=share_gpus)
+        except EpError as error:
+            if error.on_every_rank:
+                # All have heard all: who tries again shall not open another.
+                channel.close()
+            raise
         if world.size > 1:
             watch(lambda: not world._closed, world._end_job, world.rank, world.size)
         return world

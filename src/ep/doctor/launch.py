@@ -6,7 +6,7 @@ import difflib
 import re
 from typing import TYPE_CHECKING
 
-from ep.bootstrap.launcher import detect
+from ep.bootstrap.launcher import MAX_DIGITS, detect
 from ep.doctor.result import Check, failed, passed, warned
 from ep.errors import BootstrapError
 from ep.settings import SECRETS, VARIABLES, is_set
@@ -68,7 +68,7 @@ def leaked_slurm(environ: Mapping[str, str], launch: Launch) -> list[str]:
 def local_rank_hint(environ: Mapping[str, str]) -> int:
     """Local rank as the launcher has it, before the ranks could count themselves; else 0."""
     told = (environ.get(name, "") for name in LOCAL_RANKS)
-    return next((int(text) for text in told if text.isdecimal()), 0)
+    return next((int(text) for text in told if text.isdecimal() and len(text) <= MAX_DIGITS), 0)
 
 
 def check_ep_variables(context: Context) -> list[Finding]:
