@@ -132,11 +132,11 @@ class GpuEngine:
             # Who has not dispatched has combined the step before.
             last = record.step - (record.phase is Phase.DISPATCH)
             return dict.fromkeys(range(self._config.ranks), last)
-        self._device.use()
-        # On a stream that waits for no other: nobody knows what the device is at.
-        stream = cuda.driver("StreamCreate", cuda.non_blocking())
-        words = self._buffers.own("announcements").numpy(int(stream)).astype(np.int64)
-        cuda.driver("StreamDestroy", stream)
+        with cuda.anywhere(self._device.context):
+            # On a stream that waits for no other: nobody knows what the device is at.
+            stream = cuda.driver("StreamCreate", cuda.non_blocking())
+            words = self._buffers.own("announcements").numpy(int(stream)).astype(np.int64)
+            cuda.driver("StreamDestroy", stream)
         steps = (words[..., 0] | words[..., 1] << 32).max(axis=0)
         return {rank: int(step) for rank, step in enumerate(steps)}
 

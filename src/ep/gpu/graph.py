@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
+from ep.errors import DeviceError
 from ep.memory.cuda import driver
 
 if TYPE_CHECKING:
@@ -38,8 +40,12 @@ class Graph:
         driver("StreamBeginCapture", stream, mode)
         try:
             function()
-        finally:
-            graph = driver("StreamEndCapture", stream)
+        except BaseException:
+            # What was captured may be spoiled; that is not what went wrong.
+            with contextlib.suppress(DeviceError):
+                driver("GraphDestroy", driver("StreamEndCapture", stream))
+            raise
+        graph = driver("StreamEndCapture", stream)
         executable = driver("GraphInstantiate", graph, 0)
         driver("GraphDestroy", graph)
         return cls(executable)

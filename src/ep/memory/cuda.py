@@ -322,18 +322,18 @@ class _Allocation:
 
     def __del__(self) -> None:
         try:
-            with _anywhere(self._context):
+            with anywhere(self._context):
                 free(self.address)
         except Exception:  # noqa: BLE001 - at interpreter exit the driver may be gone
             logger.debug("device memory at %#x was not freed", self.address)
 
 
 @contextlib.contextmanager
-def _anywhere(context: Any) -> Iterator[None]:
-    """Let the block free memory in whatever thread, also in the middle of a capture.
+def anywhere(context: Any) -> Iterator[None]:
+    """Let the block free or read memory in whatever thread, also in the middle of a capture.
 
-    For the garbage collector, which chooses neither. Otherwise a call that may wait for the device
-    would spoil the capture.
+    For the garbage collector, which chooses neither, and for errors. Otherwise a call that may wait
+    for the device would spoil the capture.
     """
     from cuda.bindings import driver as cuda
 
