@@ -150,6 +150,8 @@ def test_placement_in_words_and_for_programs(play):
         "clique": [7, None],
     }
     assert placement_lines(places, ()) == ["nvl0: ranks 0, 2", "nvl1: ranks 1, 3"]
+    shared = placement_lines(places, [seats[0]] * 4)
+    assert shared[0].count("GPUs 0 0000:00:00.0 00000000; cluster") == 1
     assert list(placement_json(places, ())) == ["node", "local_rank"]
 
 

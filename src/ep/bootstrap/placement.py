@@ -157,7 +157,8 @@ def placement_lines(places: Sequence[Place], seats: Sequence[Seat]) -> list[str]
             own = [seats[rank] for rank in ranks]
             gpus = (f"{seat.index} {seat.bus_id} {seat.uuid[:8]}" for seat in own)
             domains = dict.fromkeys(_short(seat.fabric) for seat in own)
-            words += f"; GPUs {', '.join(gpus)}; {', '.join(domains)}"
+            # Ranks that share one are not told apart.
+            words += f"; GPUs {', '.join(dict.fromkeys(gpus))}; {', '.join(domains)}"
         lines.append(words)
     return lines
 
