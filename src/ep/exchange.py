@@ -278,7 +278,8 @@ class Exchange(Lifecycle):
             if out is None:
                 out = engine.empty((tokens, self.config.hidden), at)
             brings = self._brings(engine, tokens, partials, ids, norm_weight, eps, out)
-            arrays = (x, ids, weights, partials, norm_weight, out, sends, brings)
+            # A stream of another library ends with the object that was given.
+            arrays = (x, ids, weights, partials, norm_weight, out, stream, sends, brings)
             if checks_values():
                 dispatch = partial(self.dispatch, x, ids, weights, stream)
                 combine = partial(self.combine, partials, ids, norm_weight, eps, out, stream)

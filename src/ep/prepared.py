@@ -29,7 +29,7 @@ class PreparedStep:
     out : array of bfloat16, `[T_s, H]`
         Where each result goes.
     arrays : tuple
-        What must not be freed before.
+        What must not be freed before, the stream among it.
     """
 
     dispatch: Callable[[], Received]

@@ -45,7 +45,7 @@ class Boundaries(StrEnum):
     """What orders one kernel's reads and writes before a peer's, in the fence-free protocol."""
 
     FENCED = "fenced"
-    """Two fences of the herald, as the PTX memory model asks; no row waits for them."""
+    """A fence and an acquire of the heralds, as the PTX memory model asks; no row waits for it."""
     TRUSTED = "trusted"
     """The boundaries of the kernels themselves: so GPUs behave, but no document promises it."""
 
