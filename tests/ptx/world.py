@@ -19,6 +19,7 @@ from ep.kernels.options import Boundaries, KernelOptions, Pdl
 from ep.layout import EpLayout
 from ep.record import RECORD_WORDS, HangRecord, Phase
 from ep.reference import Rows
+from tests.armed import armed_bytes
 from tests.ptx.codegen import Program, load
 from tests.ptx.machine import Machine, Mode
 from tests.ptx.views import Boundary
@@ -194,7 +195,7 @@ class World:
             self.programs[kind] = load((ptx or {}).get(kind, made.ptx))
             self.threads[kind] = made.threads
         ranks = range(config.ranks)
-        self.own = [self.memory.allocate(self._armed(rank), rank) for rank in ranks]
+        self.own = [self.memory.allocate(armed_bytes(self.layout, rank), rank) for rank in ranks]
         peers = [self.memory.alias(self.own[rank], rank) for rank in ranks]
         for rank in excluded:
             peers[rank] = 0
@@ -309,16 +310,6 @@ class World:
         if kind is Kind.DISPATCH:
             return (), dispatch_ctas(num_tokens)
         return (), combine_ctas(self.config, num_tokens, resident)
-
-    def _armed(self, rank: int) -> Any:
-        """Bytes of a fresh buffer."""
-        buffer = np.zeros(self.layout.total_bytes, np.uint8)
-        self._field(buffer, "header")[:] = -1
-        self._field(buffer, "ids")[:] = self.config.empty_id(rank)
-        if self.config.protocol is Protocol.FENCE_FREE:
-            for field in (self.layout.fields[name] for name in ("slots", "staging")):
-                buffer[field.offset_bytes :][: field.size_bytes] = 0xFF
-        return buffer
 
     def _not_taken(self, buffer: Any) -> list[Any]:
         """What should be 0: the inverse of all chunks that a reader makes empty."""

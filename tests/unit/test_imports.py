@@ -15,7 +15,7 @@ LAYERS = (
     ("ep.errors", "ep.files", "ep.settings", "ep.version"),
     ("ep.config",),
     ("ep.layout",),
-    ("ep.record",),
+    ("ep.arming", "ep.record"),
     ("ep.memory",),
     ("ep.bootstrap",),
     ("ep.buffers",),

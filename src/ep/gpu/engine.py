@@ -11,12 +11,12 @@ from ep.buffers import EpBuffers
 from ep.config import Protocol
 from ep.errors import StateError
 from ep.gpu import hot
+from ep.gpu.arm import arm
 from ep.gpu.arrays import device_array, stream_handle
 from ep.gpu.loading import load_kernels, read_tuning
 from ep.kernels.compile import Kind, Launcher
 from ep.kernels.grid import HERALDS, Grid, combine_ctas, combine_grid, dispatch_ctas, dispatch_grid
 from ep.kernels.options import KernelOptions, Pdl
-from ep.layout import EMPTY_SOURCE, LINE_BYTES, NOTHING
 from ep.memory import cuda
 from ep.memory.local import LocalMemory
 from ep.memory.nvshmem import NvshmemMemory
@@ -324,27 +324,10 @@ class GpuEngine:
 
     def rearm(self, step: int, excluded: frozenset[int]) -> None:
         """Make every row and what announces itself empty, and all counters as after `step`."""
-        own, layout = self._buffers.own, self._buffers.layout
         addresses = np.array(self._buffers.addresses, np.int64)
         addresses[sorted(excluded)] = 0
         cuda.upload(self._table, addresses)
-        cuda.fill(self._buffers.addresses[-1], layout.total_bytes, 0)
-        words = {"header": EMPTY_SOURCE, "ids": self._config.empty_id(self._rank)}
-        if self._is_fence_free:
-            words |= {"slots": NOTHING, "staging": NOTHING}
-        for name, word in words.items():
-            size_words = layout.fields[name].size_bytes // 4
-            cuda.driver("MemsetD32", own(name).address, word & 0xFFFFFFFF, size_words)
-        # Both lines of the fence-free protocol; the flag protocol counts in the first one alone.
-        lines = np.zeros((1 + self._is_fence_free, LINE_BYTES // 8), np.int64)
-        lines[:, 0] = step
-        cuda.upload(own("control").address, lines)
-        if self._is_fence_free:
-            # As if every rank had given its clearance of `step`: the next dispatch waits for it.
-            notes = np.zeros(own("announcements").shape, np.uint32)
-            notes[..., 4], notes[..., 5] = step & 0xFFFFFFFF, step >> 32
-            cuda.upload(own("announcements").address, notes)
-        cuda.synchronize()
+        arm(self._buffers.addresses[-1], self._buffers.layout, self._rank, step)
         self._record.words[:] = 0
 
     def _has_ended(self) -> bool:
