@@ -202,7 +202,7 @@ def cache_key(kind: Kind, layout: EpLayout, options: KernelOptions, arch: str) -
         "arch": arch,
         "config": config,
         "options": dataclasses.asdict(options),
-        "sources": _sources_digest(),
+        "sources": sources_digest(),
         # Where no compiler is installed, only what the pinned one has made can be of use.
         "versions": [_version("nvidia-cutlass-dsl") or PINNED_COMPILER, __version__],
     }
@@ -312,7 +312,7 @@ def _signature(ptx: str) -> tuple[str, list[str]]:
 
 
 @functools.cache
-def _sources_digest() -> str:
+def sources_digest() -> str:
     """Digest of the files that the kernels are made from."""
     package = Path(__file__).resolve().parents[1]
     files = [package / name for name in ("config.py", "layout.py", "record.py")]
