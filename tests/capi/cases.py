@@ -10,6 +10,7 @@ import random
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,7 @@ def launches_as_python_does(bench):
                 arrays = {"ids": 0x3000 + number * 4}
                 if kind is Kind.DISPATCH:
                     arrays |= {"x": 0x1000, "weights": 0x5004}
-                    given = (*(arrays[name] for name in ("x", "ids", "weights")), tokens, STREAM)
+                    given: tuple[Any, ...] = (0x1000, arrays["ids"], 0x5004, tokens, STREAM)
                     library.call("ep_dispatch", exchange, *given)
                 else:
                     arrays |= {"partials": 0x7000, "norm_weight": norm or 0, "out": 0x9000}
@@ -83,7 +84,7 @@ def launches_as_python_does(bench):
                 )
                 assert table.tolist() == [*bench.bases, bench.bases[rank]]
                 values.pop("record")
-                expected = {
+                expected: dict[str, Any] = {
                     **arrays,
                     "timeout_ns": 123_000,
                     "grace_ns": 456_000,
@@ -279,8 +280,8 @@ def tells_a_hang(bench):
                 bits = sum(1 << rank for rank in awaited)
                 assert said == (phase, 2, step, 10_049_000, bits, 0)
                 assert {rank: hang.seen[rank] for rank in seen} == seen
-                want = EpTimeout(name, step, 2, awaited, tuple(seen.values()), 10.049)
-                want = str(want).replace("Exchange.reset", "ep_arm on every rank")
+                error = EpTimeout(name, step, 2, awaited, tuple(seen.values()), 10.049)
+                want = str(error).replace("Exchange.reset", "ep_arm on every rank")
                 assert library.text(hang) == want
                 for size in (1, 20, len(want), len(want) + 1):
                     assert library.text(hang, size) == want[: size - 1]
@@ -306,9 +307,9 @@ def shows_rows(bench):
             places = (ctypes.byref(offset), ctypes.byref(size))
             bench.library.call("ep_field", name.encode(), *places)
             assert (offset.value, size.value) == (field.offset_bytes, field.size_bytes)
-        for name in (b"nothing", None):
+        for unknown in (b"nothing", None):
             with bench.fails(Status.ARGUMENT, "no field"):
-                bench.library.call("ep_field", name, None, None)
+                bench.library.call("ep_field", unknown, None, None)
         received.size_bytes = 4
         with bench.fails(Status.ABI, "EP_RECEIVED_INIT"):
             bench.library.call("ep_rows", exchange, ctypes.byref(received))

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import json
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,11 @@ from ep import EpConfig, EpLayout
 from ep.export.binding import Library, StatusError
 from ep.kernels.tuning import read_table
 
-KINDS = {"u64": (ctypes.c_uint64, 8), "u32": (ctypes.c_int32, 4), "f32": (ctypes.c_float, 4)}
+KINDS: dict[str, Any] = {
+    "u64": (ctypes.c_uint64, 8),
+    "u32": (ctypes.c_int32, 4),
+    "f32": (ctypes.c_float, 4),
+}
 
 
 class LaunchConfig(ctypes.Structure):
