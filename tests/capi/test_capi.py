@@ -21,6 +21,7 @@ from ep.export.library import build_library, symbols
 from ep.export.plan import ABI_VERSION, ExportPlan
 from ep.export.tables import SOURCES
 from ep.kernels.compile import Kind
+from ep.kernels.options import Pdl
 from ep.kernels.tuning import MEASURED
 from ep.layout import LINE_BYTES
 from tests.capi.cases import CASES
@@ -67,8 +68,8 @@ def folder(tmp_path_factory):
         patch.setenv("EP_TUNING", str(folder / TUNING_FILE))
         build_library(plan, images, folder)
     named = {}
-    for (_, early, part), image in zip(plan.kernels(), images, strict=True):
-        name = f"{part.kind}{'-norm' * part.norm}-{'early' if early else 'late'}"
+    for (_, pdl, part), image in zip(plan.kernels(), images, strict=True):
+        name = f"{part.kind}{'-norm' * part.norm}-{pdl}"
         digest = hashlib.sha256(image.cubin).hexdigest()
         named[name] = {"threads": image.threads, "size": len(image.cubin), "sha256": digest}
     facts = {
@@ -269,5 +270,5 @@ def test_ids_differ_where_buffers_or_kernels_do():
     ids = {ExportPlan("a", dataclasses.replace(CONFIG, **change)).config_id for change in changes}
     assert len(ids) == 5
     plan = ExportPlan("a", CONFIG)
-    same = ExportPlan("b", dataclasses.replace(CONFIG, timeout_s=1), ("sm_90a",), sharing=False)
+    same = ExportPlan("b", dataclasses.replace(CONFIG, timeout_s=1), ("sm_90a",), (Pdl.LATE,))
     assert plan.config_id == same.config_id

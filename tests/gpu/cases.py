@@ -18,6 +18,7 @@ from ep.gpu.graph import Graph
 from ep.kernels.options import Fences, KernelOptions, Pdl, Warm
 from ep.memory.cuda import driver
 from ep.routing import Routing
+from tests.gpu.capi import hang_in_c, same_bytes
 from tests.gpu.common import agree, config_of, installed, where
 from tests.gpu.life import lifetimes, odd_ends
 from tests.gpu.limits import limits
@@ -374,6 +375,9 @@ CASES: dict[str, Any] = {
     "wrong_use": wrong_use,
     "absent_rank": absent_rank,
     "absent_from_combine": absent_from_combine,
+    "absent_in_c": hang_in_c,
+    "same_bytes": same_bytes,
+    "same_bytes_k3": lambda world: same_bytes(world, "kimi_k3"),
     "resets": resets,
     **{
         f"{name}_flags": partial(case, protocol=Protocol.FLAGS)

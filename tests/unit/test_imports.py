@@ -27,6 +27,7 @@ LAYERS = (
     ("ep.prepared",),
     ("ep.exchange",),
     ("ep", "ep.testing"),
+    ("ep.export",),
     ("ep.bench",),
     ("ep.doctor", "ep.tune"),
 )
@@ -101,7 +102,7 @@ def test_every_file_is_short():
 
 def test_import_is_quick_and_light():
     heavy = ["mpi4py", "torch", "cuda", "cutlass", "nvshmem", "rich", "click"]
-    heavy += ["ep.bench", "ep.doctor", "ep.gpu", "ep.kernels.tuning", "ep.tune"]
+    heavy += ["ep.bench", "ep.doctor", "ep.export", "ep.gpu", "ep.kernels.tuning", "ep.tune"]
     code = f"import sys, ep; print([name for name in {heavy} if name in sys.modules])"
     best_s = float("inf")
     for _ in range(3):

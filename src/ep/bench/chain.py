@@ -89,6 +89,18 @@ class Chain:
             step.dispatch()
             step.combine()
 
+    def addresses(self) -> tuple[list[tuple[int, ...]], int, int]:
+        """Device addresses of each step's x, ids, weights and result, and its tokens.
+
+        Then those of the partials, and of the norm weight, or 0.
+        """
+        steps = [
+            (*(array.address for array in (*inputs, result)), result.shape[0])
+            for inputs, result in zip(self._inputs, self._results, strict=True)
+        ]
+        gains = self._norm_weight
+        return steps, self._partials.address, 0 if gains is None else gains.address
+
     def forget(self) -> None:
         """Overwrite all results with NaN, so that those of the next run must be new."""
         for result in self._results:

@@ -17,7 +17,7 @@ from ep.memory.local import LocalMemory
 from ep.memory.nvshmem import NvshmemMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
@@ -87,22 +87,39 @@ def time_eager(chain: Chain, num_timed: int, num_warmup: int) -> Times:
 
 HOST_PAIRS, HOST_BATCHES = 20, 21
 """Pairs that the host enqueues before it waits for the GPU, and how often."""
-HOST_STEPS = 2 * HOST_PAIRS * HOST_BATCHES
+HOST_STEPS = HOST_PAIRS * HOST_BATCHES
+"""That each way of calling makes."""
 
 
-def host_costs(chain: Chain) -> dict[str, float]:
-    """What a pair costs the host, in us: by plain calls, and by prepared steps. Medians."""
+def host_costs(chain: Chain, *, in_c: bool) -> dict[str, float]:
+    """What a pair costs the host, in us, by the names of `ep.bench.record.HOST_COSTS`. Medians.
+
+    Collective. In C, too, where `in_c` says so: there must be a C compiler then.
+    """
     costs = {}
     for name, run in (("calls", chain.run), ("prepared", chain.run_prepared)):
-        times_ns = []
-        for _ in range(HOST_BATCHES):
-            start_ns = time.perf_counter_ns()
-            run(HOST_PAIRS)
-            times_ns.append(time.perf_counter_ns() - start_ns)
-            cuda.driver("StreamSynchronize", chain.bridge.stream)
-        # The first one also prepares.
-        costs[name] = float(np.median(times_ns[1:])) / HOST_PAIRS / 1e3
+        costs[name] = _host_us(chain, partial(_timed_ns, run))
+    if in_c:
+        from ep.bench.c_loop import c_loop
+
+        with c_loop(chain) as loop:
+            costs["c"] = _host_us(chain, loop)
     return costs
+
+
+def _timed_ns(run: Callable[[int], object], pairs: int) -> int:
+    start_ns = time.perf_counter_ns()
+    run(pairs)
+    return time.perf_counter_ns() - start_ns
+
+
+def _host_us(chain: Chain, run: Callable[[int], int]) -> float:
+    times_ns = []
+    for _ in range(HOST_BATCHES):
+        times_ns.append(run(HOST_PAIRS))
+        cuda.driver("StreamSynchronize", chain.bridge.stream)
+    # The first one also prepares.
+    return float(np.median(times_ns[1:])) / HOST_PAIRS / 1e3
 
 
 def _apart(

@@ -83,6 +83,10 @@ def gather_traffic(world: World, config: EpConfig, steps: Sequence[Step]) -> Tra
     return Traffic.of(config, np.array(rows, np.int64), len(steps))
 
 
+HOST_COSTS = ("calls", "prepared", "c")
+"""Of Python, of Python's prepared steps, and of an exported library's C functions."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One measurement: a case at one number of tokens.
@@ -103,7 +107,7 @@ class Row:
     marks : tuple of Mark
         Where the time went, on rank 0, of a build with stamps; empty if that was not asked for.
     host_us : dict, optional
-        What a pair costs the slowest rank's host in eager mode, by "calls" and by "prepared" steps.
+        What a pair costs the slowest rank's host in eager mode, by `HOST_COSTS`.
     """
 
     tokens: int

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ep.bench.record import mps_runs, versions
+from ep.bench.record import HOST_COSTS, mps_runs, versions
 from ep.bench.sweep import PHASES
 from ep.bootstrap.placement import nodes_of, placement_lines
 
@@ -166,9 +166,10 @@ class Report:
                     for row in self._rows
                 ]
         if any(row.host_us for row in self._rows):
-            for name in ("calls", "prepared"):
+            for name in HOST_COSTS:
+                costs = [(row.host_us or {}).get(name) for row in self._rows]
                 columns[f"host, {name}"] = [
-                    f"{row.host_us[name]:.1f}" if row.host_us else "-" for row in self._rows
+                    "-" if cost is None else f"{cost:.1f}" for cost in costs
                 ]
         columns["KB/rank"] = [_digits(row.traffic.busiest / 1e3) for row in self._rows]
         for name in columns:

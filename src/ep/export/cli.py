@@ -16,6 +16,7 @@ from ep.errors import ConfigError, EpError
 from ep.export.library import build_library, write_sources
 from ep.export.plan import ExportPlan
 from ep.kernels.compile import ARCHES
+from ep.kernels.options import Pdl
 
 
 class Arches(click.ParamType[tuple[str, ...]]):
@@ -105,7 +106,8 @@ def command(
     # It stands in comments and strings of C.
     name = re.sub(r"[^\w.+-]", "_", Path(source).stem, flags=re.ASCII)
     try:
-        _export(ExportPlan(name, config, arches, sharing), output, sources)
+        pdls = (Pdl.EARLY, Pdl.LATE) if sharing else (Pdl.EARLY,)
+        _export(ExportPlan(name, config, arches, pdls), output, sources)
     except (EpError, OSError) as error:
         raise click.ClickException(str(error)) from error
 

@@ -30,7 +30,10 @@ FLAGS = (
     *("-std=c11", "-O2", "-fPIC", "-fvisibility=hidden", "-D_GNU_SOURCE"),
     *("-Wall", "-Wextra", "-Werror", "-Wpedantic"),
 )
-LINK = ("-shared", "-Wl,-soname,libep.so", "-Wl,-z,defs", "-Wl,--build-id=sha1", "-pthread", "-ldl")
+LINK = (
+    *("-shared", "-pthread", "-ldl", "-Wl,-soname,libep.so", "-Wl,-z,defs"),
+    *("-Wl,--build-id=sha1", "-Wl,--version-script,ep.map"),
+)
 
 
 def write_sources(plan: ExportPlan, images: Sequence[Image], folder: Path) -> None:
@@ -67,7 +70,7 @@ def build_library(plan: ExportPlan, images: Sequence[Image], to: Path) -> tuple[
     with tempfile.TemporaryDirectory(prefix=".ep-", dir=to) as scratch:
         folder = Path(scratch)
         write_sources(plan, images, folder)
-        _compile(folder)
+        run_compiler(folder, *MEMBERS, ASSEMBLY, *LINK, "-o", LIBRARY)
         for name in (LIBRARY, HEADER):
             (folder / name).chmod(0o755 if name == LIBRARY else 0o644)
             # In one piece: a process may be loading the one that is there.
@@ -81,20 +84,24 @@ def symbols() -> list[str]:
 
 
 def compiler() -> list[str]:
-    """Give the C compiler's command: of CC, else cc."""
-    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    """Give the C compiler's command: of CC, else cc. It may not be there."""
+    return shlex.split(os.environ.get("CC", "")) or ["cc"]
+
+
+def run_compiler(folder: Path, *arguments: str) -> None:
+    """Compile sources of ours in `folder`. Local.
+
+    Raises
+    ------
+    EpError
+        If there is no C compiler, or it fails.
+    """
+    command = [*compiler(), *FLAGS, *arguments]
     if shutil.which(command[0]) is None:
         raise EpError(
             f"there is no C compiler {command[0]!r}; install one (gcc, say), or name it in CC"
         )
-    return command
-
-
-def _compile(folder: Path) -> None:
-    command = [*compiler(), *FLAGS, *MEMBERS, ASSEMBLY, "-Wl,--version-script,ep.map", *LINK]
-    done = subprocess.run(
-        [*command, "-o", LIBRARY], cwd=folder, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         raise EpError(f"the C compiler failed: {done.stderr[:MOST_WORDS]}")
 

@@ -49,8 +49,8 @@ class ExportPlan:
         Of the fence-free protocol.
     arches : tuple of str
         Of `ep.kernels.compile.ARCHES`.
-    sharing : bool
-        Whether it has kernels for ranks that share a GPU, too.
+    pdls : tuple of Pdl
+        Early: for ranks that have a GPU each. Late: for those that share one.
 
     Raises
     ------
@@ -60,7 +60,7 @@ class ExportPlan:
     source: str
     config: EpConfig
     arches: tuple[str, ...] = ARCHES
-    sharing: bool = True
+    pdls: tuple[Pdl, ...] = (Pdl.EARLY, Pdl.LATE)
 
     def __post_init__(self) -> None:
         wrong = [arch for arch in self.arches if arch not in ARCHES]
@@ -86,7 +86,7 @@ class ExportPlan:
             "version": __version__,
             "abi_version": ABI_VERSION,
             "arches": list(self.arches),
-            "sharing": self.sharing,
+            "pdls": list(self.pdls),
         }
 
     @property
@@ -103,10 +103,9 @@ class ExportPlan:
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
-    def kernels(self) -> list[tuple[str, bool, Part]]:
-        """Architecture, whether the next kernel may start early, and part, of every kernel."""
-        starts = (True, False) if self.sharing else (True,)
-        return [(arch, early, part) for arch in self.arches for early in starts for part in PARTS]
+    def kernels(self) -> list[tuple[str, Pdl, Part]]:
+        """Architecture, how early the next kernel may start, and part, of every kernel."""
+        return [(arch, pdl, part) for arch in self.arches for pdl in self.pdls for part in PARTS]
 
     def images(self, tell: Callable[[int, int], None]) -> list[Image]:
         """Compile all of `kernels`, or read them from the cache.
@@ -123,9 +122,9 @@ class ExportPlan:
         """
         images = []
         wanted = self.kernels()
-        for done, (arch, early, part) in enumerate(wanted):
+        for done, (arch, pdl, part) in enumerate(wanted):
             tell(done, len(wanted))
-            options = KernelOptions(pdl=Pdl.EARLY if early else Pdl.LATE, norm=part.norm)
+            options = KernelOptions(pdl=pdl, norm=part.norm)
             images.append(get_image(part.kind, self.layout, options, arch))
         tell(len(wanted), len(wanted))
         return images

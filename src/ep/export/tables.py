@@ -14,6 +14,7 @@ from ep.errors import EpError
 from ep.export.plan import ABI_VERSION
 from ep.kernels.compile import Kind
 from ep.kernels.grid import HERALDS, SPARE_TOKENS
+from ep.kernels.options import Pdl
 from ep.kernels.tuning import load_table
 from ep.layout import HEADER_WORDS, LINE_BYTES, PARITIES
 from ep.record import RECORD_WORDS, Word
@@ -161,15 +162,13 @@ def _kernels(plan: ExportPlan, images: Sequence[Image]) -> str:
             (
                 _quoted(arch),
                 names[part.place],
-                "true" if early else "false",
+                "true" if pdl == Pdl.EARLY else "false",
                 _quoted(image.entry),
                 image.threads,
                 _cubin(index),
             )
         )
-        for index, ((arch, early, part), image) in enumerate(
-            zip(plan.kernels(), images, strict=True)
-        )
+        for index, ((arch, pdl, part), image) in enumerate(zip(plan.kernels(), images, strict=True))
     ]
     return "\n".join([*declared, _array("kernel_image", "IMAGES", rows)])
 

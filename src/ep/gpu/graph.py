@@ -20,7 +20,7 @@ class Graph:
 
     @classmethod
     def capture(cls, stream: int, function: Callable[[], object]) -> Graph:
-        """Record what `function` enqueues on `stream`. Nothing runs.
+        """Record what `function` enqueues on `stream`, ready to be replayed. Nothing runs.
 
         Parameters
         ----------
@@ -48,6 +48,8 @@ class Graph:
         graph = driver("StreamEndCapture", stream)
         executable = driver("GraphInstantiate", graph, 0)
         driver("GraphDestroy", graph)
+        # The first replay would take memory, and so wait for a kernel that waits for this rank.
+        driver("GraphUpload", executable, stream)
         return cls(executable)
 
     def launch(self, stream: int) -> None:
