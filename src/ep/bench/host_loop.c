@@ -28,7 +28,7 @@ __attribute__((visibility("default"))) int ep_host_loop(ep_exchange* exchange,
     if (status != EP_OK) return (int)status;
   }
   clock_gettime(CLOCK_MONOTONIC, &end);
-  *took_ns = (uint64_t)(end.tv_sec - start.tv_sec) * 1000000000u +
-             (uint64_t)end.tv_nsec - (uint64_t)start.tv_nsec;
+  *took_ns = (uint64_t)(end.tv_sec - start.tv_sec) * 1000000000u + (uint64_t)end.tv_nsec -
+             (uint64_t)start.tv_nsec;
   return EP_OK;
 }
