@@ -94,8 +94,8 @@ class Bench:
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.bases[rank]))
 
     @contextlib.contextmanager
-    def opened(self, rank=0, **fields):
-        exchange = self.library.open(rank, self.bases[rank], self.bases, **fields)
+    def opened(self, rank=0, peers=None, **fields):
+        exchange = self.library.open(rank, self.bases[rank], peers or self.bases, **fields)
         yield exchange
         self.library.call("ep_close", exchange)
         assert self.played.held == 0

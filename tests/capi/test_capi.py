@@ -42,9 +42,16 @@ senders = 0.01
 up_to = 10
 senders = 0.3
 receivers = 0.7
+[[sm_90a.dispatch]]
+up_to = 14
+senders = 31
 [[sm_90a.combine]]
-up_to = 15
+up_to = 12
 reducers = 0.4
+[[sm_90a.combine]]
+up_to = 16
+senders = 0.5
+reducers = 31
 [sm_90a.measured]
 """
 
