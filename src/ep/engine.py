@@ -29,6 +29,10 @@ class Engine(Protocol):
         """Check a stream and give it as `dispatch` and `combine` take it."""
         ...
 
+    def resume(self, stream: Any) -> None:
+        """Check what `stream` has given once more: what may have changed."""
+        ...
+
     def empty(self, shape: tuple[int, int], stream: Any) -> Any:
         """Make a BF16 array for a result."""
         ...

@@ -232,10 +232,11 @@ class Lifecycle:
         call = object()
         try:
             self._calls[call] = None
-            self._check_alone()
+            if len(self._calls) > 1:
+                self._check_alone()
             engine = self._ready()
             self._check_order(step if answers else None)
-            engine.stream(step.stream)
+            engine.resume(step.stream)
             if answers:
                 self._commit("combine", launch, None)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class GpuEngine:
     ) -> None:
         assert world.device is not None
         self._device = world.device
-        self._context = int(world.device.context)
+        self._calls = hot.Calls(int(world.device.context))
         self._config = layout.config
         self._rank = world.rank
         config = layout.config
@@ -74,6 +75,9 @@ class GpuEngine:
         memory: SymmetricMemory = home.allocate(world, self._device, layout.total_bytes)
         self._buffers = EpBuffers(layout, memory, world.rank)
         self._record = cuda.PinnedWords(RECORD_WORDS)
+        # NumPy takes its time to give one word.
+        where = self._record.words[Word.STATE :].ctypes.data
+        self._state = ctypes.c_uint32.from_address(where)
         self._table = cuda.allocate(8 * len(memory.addresses))
         self._stamped: dict[Kind, cuda.DeviceArray] = {}
         if options.stamps:
@@ -96,19 +100,25 @@ class GpuEngine:
 
     def stream(self, stream: Any) -> int:
         """Check a stream: the one of the last call, or any once that call's work has ended."""
-        hot.set_context(self._context)
         handle = stream_handle(stream)
+        self.resume(handle)
+        return handle
+
+    def resume(self, stream: int) -> None:
+        """Check what may have changed since `stream` gave it."""
+        self._calls.set_context()
         last = self._last_stream
-        if last not in (None, handle) and not hot.is_capturing(handle) and not self._has_ended():
+        if last == stream or last is None or self._calls.is_capturing(stream):
+            return
+        if not self._has_ended():
             raise StateError(
                 f"this Exchange is still at work on stream {last:#x}; it serves one stream "
-                f"at a time: synchronize that one before using {handle:#x}, or make one for each"
+                f"at a time: synchronize that one before using {stream:#x}, or make one for each"
             )
-        return handle
 
     def empty(self, shape: tuple[int, int], stream: int) -> cuda.DeviceArray:
         """Make a BF16 array for a result; not while a graph is captured."""
-        if hot.is_capturing(stream):
+        if self._calls.is_capturing(stream):
             raise StateError("nothing is allocated during graph capture: pass out= to combine")
         if self._shares_context:
             # Allocating can wait for the device, and so for a kernel that waits for this rank.
@@ -117,11 +127,11 @@ class GpuEngine:
 
     def values(self, array: cuda.DeviceArray, stream: int) -> npt.NDArray[Any] | None:
         """Copy an argument to the host; None while a graph is captured."""
-        return None if hot.is_capturing(stream) else array.numpy(stream)
+        return None if self._calls.is_capturing(stream) else array.numpy(stream)
 
     def poll(self) -> None:
         """Raise `EpTimeout` if a kernel's wait has expired. Does not wait for the device."""
-        if self._record.words[Word.STATE]:
+        if self._state.value:
             record = HangRecord.read(self._record.words)
             if record is not None:
                 raise record.error(self._seen(record))
@@ -191,8 +201,8 @@ class GpuEngine:
         """Enqueue combine."""
         ctas, args = self._combine_args(partials, ids, norm_weight, eps, out)
         self._launch[Kind.COMBINE][norm_weight is not None](stream, ctas, *args)
-        if not hot.is_capturing(stream):
-            hot.record(int(self._ended), stream)
+        if not self._calls.is_capturing(stream):
+            self._calls.record(int(self._ended), stream)
 
     def prepare_combine(
         self,
@@ -206,12 +216,13 @@ class GpuEngine:
         """Give what enqueues combine with these."""
         ctas, args = self._combine_args(partials, ids, norm_weight, eps, out)
         launcher = self._launch[Kind.COMBINE][norm_weight is not None]
-        bound, ended = hot.Bound(launcher, stream, ctas, *args), int(self._ended)
+        bound = hot.Bound(launcher, stream, ctas, *args)
+        calls, ended = self._calls, int(self._ended)
 
         def launch() -> None:
             bound()
-            if not hot.is_capturing(stream):
-                hot.record(ended, stream)
+            if not calls.is_capturing(stream):
+                calls.record(ended, stream)
 
         return launch
 

@@ -3,58 +3,49 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ep.memory.cuda import error_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ep.kernels.compile import Launcher
 
 
-@functools.cache
-def entry(name: str, *kinds: Any) -> Callable[..., None]:
-    """Give the driver's function `cu<name>`, called without the interpreter's lock.
+class Calls:
+    """Calls for one context, by one thread at a time, which go without the interpreter's lock.
+
+    Each raises `DeviceError` as `ep.memory.cuda.driver` does. A function of `ctypes` is called
+    fastest if it has no types and is given objects of `ctypes`.
 
     Parameters
     ----------
-    name : str
-    kinds : ctypes types
-        Of its arguments.
-
-    Returns
-    -------
-    callable
-        Raises `DeviceError`, as `ep.memory.cuda.driver` does.
+    context : int
     """
-    function = getattr(ctypes.CDLL("libcuda.so.1"), f"cu{name}")
-    function.argtypes, function.restype = kinds, ctypes.c_int
-    function.errcheck = functools.partial(_check, name)
-    return function  # type: ignore[no-any-return]
 
+    def __init__(self, context: int) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        self._set_current = library.cuCtxSetCurrent
+        self._is_capturing = library.cuStreamIsCapturing
+        self._record = library.cuEventRecord
+        self._context = ctypes.c_void_p(context)
+        self._state = ctypes.c_int()
+        self._state_at = ctypes.byref(self._state)
 
-def _check(name: str, status: int, _function: Any, _arguments: Any) -> None:
-    if status:
-        raise error_of(name, status)
+    def set_context(self) -> None:
+        """Make the context current in the calling thread."""
+        if status := self._set_current(self._context):
+            raise error_of("CtxSetCurrent", status)
 
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a graph is captured from `stream`."""
+        if status := self._is_capturing(ctypes.c_void_p(stream), self._state_at):
+            raise error_of("StreamIsCapturing", status)
+        return self._state.value != 0
 
-def set_context(context: int) -> None:
-    """Make a context current in the calling thread."""
-    entry("CtxSetCurrent", ctypes.c_void_p)(context)
-
-
-def is_capturing(stream: int) -> bool:
-    """Whether a graph is captured from `stream`."""
-    state = ctypes.c_int()
-    entry("StreamIsCapturing", ctypes.c_void_p, ctypes.c_void_p)(stream, ctypes.addressof(state))
-    return state.value != 0
-
-
-def record(event: int, stream: int) -> None:
-    """Record an event; not while a graph is captured."""
-    entry("EventRecord", ctypes.c_void_p, ctypes.c_void_p)(event, stream)
+    def record(self, event: int, stream: int) -> None:
+        """Record an event; not while a graph is captured."""
+        if status := self._record(ctypes.c_void_p(event), ctypes.c_void_p(stream)):
+            raise error_of("EventRecord", status)
 
 
 class Bound:
@@ -72,14 +63,11 @@ class Bound:
     def __init__(self, launcher: Launcher, stream: int, num_ctas: int, *args: float) -> None:
         self._values, self._pointers = launcher.pack(args)
         self._config = launcher.config(stream, num_ctas)
-        self._launch = entry("LaunchKernelEx", *[ctypes.c_void_p] * 4)
-        self._where = (
-            int(self._config.getPtr()),
-            launcher.function,
-            ctypes.addressof(self._pointers),
-            None,
-        )
+        self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+        self._config_at = ctypes.c_void_p(int(self._config.getPtr()))
+        self._function = ctypes.c_void_p(launcher.function)
 
     def __call__(self) -> None:
         """Enqueue it; the stream's context is current."""
-        self._launch(*self._where)
+        if status := self._launch(self._config_at, self._function, self._pointers, None):
+            raise error_of("LaunchKernelEx", status)

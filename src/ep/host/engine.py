@@ -77,6 +77,9 @@ class HostEngine:
                 f"stream is {shown(stream)}; the host backend has no streams: pass None"
             )
 
+    def resume(self, stream: None) -> None:
+        """Nothing changes."""
+
     def empty(self, shape: tuple[int, int], stream: None) -> Array:  # noqa: ARG002
         """Make a BF16 array for a result."""
         return np.empty(shape, ml_dtypes.bfloat16)
