@@ -79,6 +79,20 @@ def all_messages():
     ]
 
 
+def c_messages():
+    """Texts of the exported library, by what its sources call when something fails."""
+    for path in sorted((ROOT / "src/ep/export/c").glob("*.c")):
+        calls = re.findall(
+            r"\b(?:fail\(EP_\w+|snprintf\(trouble, sizeof trouble),\s*((?:\"[^\"]*\"\s*)+)",
+            path.read_text(),
+        )
+        for words in calls:
+            text = "".join(re.findall(r'"([^"]*)"', words))
+            text = re.sub(r"%#?[.0-9]*(?:ll|z)?[a-z]", GAP, text)
+            if text != GAP:
+                yield text
+
+
 def sections():
     """Texts of the page by kind of exception, of the first column of each table."""
     found: dict[str, list[str]] = {}
@@ -114,6 +128,15 @@ def test_every_line_explains_a_text():
         if not any(message.kind == kind and message.key in text for message in messages)
     ]
     assert not stale, f"docs/{PAGE.name} has lines for texts that are gone\n" + "\n".join(stale)
+
+
+def test_the_exported_library_is_explained():
+    texts, page = list(c_messages()), sections()["What the exported library says"]
+    assert len(set(texts)) > 25
+    missing = [text for text in texts if not any(key_of(text) in line for line in page)]
+    assert not missing
+    stale = [line for line in page if not any(key_of(text) in line for text in texts)]
+    assert not stale
 
 
 def test_every_line_has_a_cause_and_a_remedy():

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from ep.arming import Unknown, fills
 from ep.config import MAX_RANKS, MAX_SECONDS, SCALE_BLOCK
-from ep.errors import EpError
 from ep.export.plan import ABI_VERSION
 from ep.kernels.compile import Kind
 from ep.kernels.grid import HERALDS, SPARE_TOKENS
@@ -145,11 +144,9 @@ def _params(images: Sequence[Image]) -> str:
     rows = []
     for kind in (Kind.DISPATCH, Kind.COMBINE):
         params = {image.params for image in images if image.entry.startswith(f"ep_{kind}")}
-        if len(params) != 1:
-            raise EpError(f"the {kind} kernels do not all take the same: {params}")
+        assert len(params) == 1, params
         for name, ptx_type in (taken := params.pop()):
-            if ptx_type != ARGUMENT_TYPES.get(name, "u64"):
-                raise EpError(f"{kind} takes {name} as {ptx_type}; internal.h has it otherwise")
+            assert ptx_type == ARGUMENT_TYPES.get(name, "u64"), f"{kind} takes {name}: {ptx_type}"
         rows.append(_braces([f"offsetof(arguments, {name})" for name, _ in taken] + ["NO_PARAM"]))
     return "#define NO_PARAM UINT16_MAX\n" + _array("uint16_t", "PARAMS", rows, "[MAX_PARAMS + 1]")
 
