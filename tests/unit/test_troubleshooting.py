@@ -83,7 +83,7 @@ def c_messages():
     """Texts of the exported library, by what its sources call when something fails."""
     for path in sorted((ROOT / "src/ep/export/c").glob("*.c")):
         calls = re.findall(
-            r"\b(?:fail\(EP_\w+|snprintf\(trouble, sizeof trouble),\s*((?:\"[^\"]*\"\s*)+)",
+            r"\b(?:fail\(\s*EP_\w+|snprintf\(trouble, sizeof trouble),\s*((?:\"[^\"]*\"\s*)+)",
             path.read_text(),
         )
         for words in calls:
