@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
+from ep.buffers import EpBuffers
 from ep.errors import ArgumentError, shown
 from ep.settings import is_set
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from ep.bootstrap import World
     from ep.config import EpConfig
+    from ep.layout import EpLayout
 
     Array = npt.NDArray[Any]
 
@@ -154,3 +157,27 @@ def check_eps(eps: Any) -> float:
     if 0 <= value <= float(np.finfo(np.float32).max):
         return value
     raise ArgumentError(f"eps is {said}; allowed is a finite number of FP32, 0 or more")
+
+
+def misfit(world: World, layout: EpLayout, buffers: EpBuffers | None) -> ArgumentError | None:
+    """Say why these buffers cannot be this rank's."""
+    given: object = buffers
+    if given is None:
+        return None
+    if not isinstance(given, EpBuffers):
+        return ArgumentError(f"buffers is a {type(given).__name__}; allowed is EpBuffers")
+    if world.device is None:
+        return ArgumentError("buffers are for the GPU backend; leave them out on the host")
+    # Not the configs themselves: how long waits may take says nothing of memory.
+    if given.rank != world.rank or given.layout.fields != layout.fields:
+        return ArgumentError(
+            f"buffers are rank {given.rank}'s, with fields of {given.layout.total_bytes} bytes, "
+            f"but this is rank {world.rank}, and the exchange's have {layout.total_bytes}; make "
+            "them with the same config"
+        )
+    if given.device != world.device.ordinal:
+        return ArgumentError(
+            f"buffers are mapped on GPU {given.device}, but this rank uses GPU "
+            f"{world.device.ordinal}; make them there"
+        )
+    return None

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ep.errors import ArgumentError, shown
+from ep.layout import EpLayout
+from ep.memory.cuda import Device
+from ep.memory.given import GivenMemory, current_device, known_device
+
 if TYPE_CHECKING:
-    from ep.layout import EpLayout
+    from collections.abc import Sequence
+
+    from ep.config import EpConfig
     from ep.memory import SymmetricMemory
 
 
 class EpBuffers:
     """Fields of `layout` as arrays: this rank's and its peers'.
+
+    An exchange makes its own, or takes those of an engine: see `from_addresses`.
 
     Attributes
     ----------
@@ -18,14 +27,60 @@ class EpBuffers:
     rank : int
     addresses : tuple of int
         `[ranks + 1]` base addresses; the last is this rank's own mapping.
+    device : int or None
+        Ordinal of the GPU that they are mapped on.
     """
 
     def __init__(self, layout: EpLayout, memory: SymmetricMemory, rank: int) -> None:
         self.layout = layout
         self.rank = rank
         self.addresses = memory.addresses
+        self.device = getattr(memory, "ordinal", None)
         self._memory = memory
         self._views: dict[tuple[int, str], Any] = {}
+
+    @classmethod
+    def from_addresses(
+        cls, config: EpConfig, rank: int, own: int, peers: Sequence[Any], *, device: Any = None
+    ) -> EpBuffers:
+        """Lay the fields over device memory that the engine has made and mapped. Local.
+
+        The memory is the engine's: it is never freed here, and must last until every rank has
+        closed its exchange. An exchange writes all of it when it is armed.
+
+        Parameters
+        ----------
+        config : EpConfig
+        rank : int
+            This rank.
+        own : int
+            Address of this rank's buffer, by its own mapping: `EpLayout(config).total_bytes` from
+            a multiple of 128 on.
+        peers : sequence of int
+            `[ranks]` addresses at which this rank's GPU loads from and stores into every rank's
+            buffer. The own entry is not looked at.
+        device : int, optional
+            Ordinal of this rank's GPU; that of the current context if not given.
+
+        Returns
+        -------
+        EpBuffers
+
+        Raises
+        ------
+        ArgumentError
+            If addresses are missing, not aligned, or overlap.
+        HeapError
+            If the driver does not know some of it as device memory.
+        """
+        layout = EpLayout(config)
+        if type(rank) is not int or not 0 <= rank < config.ranks:
+            raise ArgumentError(f"rank is {shown(rank)}; allowed is 0..{config.ranks - 1}")
+        ordinal = current_device() if device is None else known_device(device)
+        memory = GivenMemory.at(
+            Device.open(ordinal), rank, own, peers, config.ranks, layout.total_bytes
+        )
+        return cls(layout, memory, rank)
 
     def own(self, name: str) -> Any:
         """View field `name` of this rank's buffer, or "source", through its own mapping."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """What a backend does. Making one is collective; it allocates and arms the buffers.
+    """What a backend does. Making one is collective; it allocates the buffers, or is given them.
 
     Whatever `dispatch` and `combine` raise stops the exchange: arguments are checked before.
     """

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ep.arguments import BF16, FP32, INT32, check_eps, check_ids, checks_values, token_count
+from ep.arguments import (
+    BF16,
+    FP32,
+    INT32,
+    check_eps,
+    check_ids,
+    checks_values,
+    misfit,
+    token_count,
+)
 from ep.bootstrap import Backend, World
 from ep.bootstrap.ranks import everywhere
 from ep.config import EpConfig, Protocol
@@ -26,6 +35,7 @@ from ep.prepared import PreparedStep
 from ep.version import __version__
 
 if TYPE_CHECKING:
+    from ep.buffers import EpBuffers
     from ep.engine import Engine
     from ep.kernels.options import KernelOptions
 
@@ -68,6 +78,10 @@ class Exchange(Lifecycle):
         The same on every rank, `config.ranks` being the world's size.
     kernel_options : KernelOptions, optional
         How the GPU backend's kernels are built; the best known choice if not given.
+    buffers : EpBuffers, optional
+        On GPUs: memory of the engine's own, from `EpBuffers.from_addresses`. On all ranks or none.
+    start : bool
+        If false, the engine calls `arm` and `start` when it is time.
 
     Attributes
     ----------
@@ -87,13 +101,20 @@ class Exchange(Lifecycle):
 
     Notes
     -----
-    Making an exchange is collective and ends with a barrier: when it returns, every rank's buffer
-    is armed. `dispatch` and `combine` are collective; each `combine` answers the last `dispatch`.
-    Several exchanges may live side by side and be used in any order that is the same on all ranks.
+    Making an exchange is collective and ends with a barrier, unless `start` is false: when it
+    returns, every rank's buffer is armed. `dispatch` and `combine` are collective; each `combine`
+    answers the last `dispatch`. Several exchanges may live side by side and be used in any order
+    that is the same on all ranks.
     """
 
     def __init__(
-        self, world: World, config: EpConfig, *, kernel_options: KernelOptions | None = None
+        self,
+        world: World,
+        config: EpConfig,
+        *,
+        kernel_options: KernelOptions | None = None,
+        buffers: EpBuffers | None = None,
+        start: bool = True,
     ) -> None:
         given = (type(world).__name__, type(config).__name__)
         if given != (World.__name__, EpConfig.__name__):
@@ -113,6 +134,8 @@ class Exchange(Lifecycle):
             **{f"EpConfig.{name}": value for name, value in dataclasses.asdict(config).items()},
             "version of ep": __version__,
             "kernel_options": kernel_options and dataclasses.asdict(kernel_options),
+            "buffers given": buffers is not None,
+            "start": start,
             **_facts_of_backend(world),
         }
         world.agree_on(facts, "an Exchange's configuration")
@@ -127,13 +150,15 @@ class Exchange(Lifecycle):
         if world.backend is Backend.HOST:
             # Flags in shared memory: nothing is staged.
             layout = EpLayout(dataclasses.replace(config, protocol=Protocol.FLAGS))
+        world.agree(misfit(world, layout, buffers), "looking at the given buffers")
         super().__init__(world, config, layout)
-        self._engine = _open_engine(world, layout, kernel_options)
+        self._engine = _open_engine(world, layout, kernel_options, buffers)
         try:
             own = self._engine.buffers.own
             names = (field.name for field in dataclasses.fields(Received))
             self._received = Received(*(_for_users(own(name)) for name in names))
-            world.barrier("arming the buffers")
+            if start:
+                self.start()
         except BaseException:
             self._abandon()
             raise
@@ -349,12 +374,14 @@ def _for_users(view: Any) -> Any:
     return view
 
 
-def _open_engine(world: World, layout: EpLayout, options: KernelOptions | None) -> Engine:
+def _open_engine(
+    world: World, layout: EpLayout, options: KernelOptions | None, buffers: EpBuffers | None
+) -> Engine:
     # Each backend's libraries are loaded only where it is used.
     if world.backend is Backend.GPU:
         from ep.gpu import GpuEngine
 
-        return GpuEngine(world, layout, options)
+        return GpuEngine(world, layout, options, buffers)
     if options is not None:
         raise everywhere(
             ArgumentError("kernel_options are for the GPU backend; leave them out on the host")

@@ -51,10 +51,56 @@ class Lifecycle:
         self._broken: EpError | None = None
         self._received: Any = None
         self._engine: Engine | None = None
+        self._is_armed = self._is_started = False
         self._forget_step()
 
     def _forget_step(self) -> None:
         self._sent: Sent | None = None
+
+    def arm(self) -> None:
+        """Write the whole of this rank's buffer: all rows empty. Local, waits for it.
+
+        For an exchange that was made with `start=False`, once; `reset` does it again later. Since
+        peers make no step before `start`, it may be called at any time.
+
+        Raises
+        ------
+        StateError
+            If the exchange is closed, or has been started.
+        """
+        with self._in_use():
+            self._arm(self._before_start())
+
+    def start(self) -> None:
+        """Wait for every rank: from here on steps may be made. Collective.
+
+        For an exchange that was made with `start=False`, once. Arms the buffer if `arm` did not.
+
+        Raises
+        ------
+        EpTimeout
+            Naming the ranks that did not come. The call may be repeated after `World.regroup`.
+        StateError
+            As `arm`.
+        """
+        with self._in_use():
+            engine = self._before_start()
+            if not self._is_armed:
+                self._arm(engine)
+            self.world.barrier("arming the buffers")
+            self._is_started = True
+
+    def _before_start(self) -> Engine:
+        if self._engine is None:
+            raise StateError("this Exchange is closed; make a new one")
+        if self._is_started:
+            raise StateError("this Exchange has started; reset arms it again, on every rank")
+        self.world.check_open()
+        return self._engine
+
+    def _arm(self, engine: Engine) -> None:
+        engine.rearm(0, self.world.excluded)
+        self._is_armed = True
 
     def poll(self) -> None:
         """Raise if a wait on the device has expired. Local; does not wait for the device.
@@ -143,6 +189,7 @@ class Lifecycle:
             self._forget_step()
             world.barrier("going on after a reset")
             self._broken = None
+            self._is_armed = self._is_started = True
 
     def close(self) -> None:
         """Give the buffer back. Collective the first time; nothing after that.
@@ -211,6 +258,8 @@ class Lifecycle:
             raise StateError("this Exchange is closed; make a new one")
         # Its memory may have ended with the world, and a kernel would not notice.
         self.world.check_open()
+        if not self._is_started:
+            raise StateError("this Exchange has not started; call start on every rank")
         if self._broken is not None:
             raise StateError(
                 f"this Exchange stopped at: {self._broken}; reset it with all ranks, exclude "

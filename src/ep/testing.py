@@ -5,8 +5,9 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from ep.bootstrap import Backend, World
+from ep.bootstrap import World
 from ep.bootstrap.channel import ThreadChannel, ThreadGroup
+from ep.bootstrap.ranks import check_backend
 from ep.config import MAX_RANKS
 from ep.errors import ArgumentError, EpTimeout, shown
 
@@ -46,11 +47,10 @@ def run_ranks(
         The first error, once every thread has ended; it ends the set-up waits of the others, while
         those inside of a step last until `EpConfig.timeout_s`.
     """
-    given: tuple[object, object] = (size, backend)
-    if not isinstance(given[0], int) or not 1 <= size <= MAX_RANKS:
+    given: object = size
+    if not isinstance(given, int) or not 1 <= size <= MAX_RANKS:
         raise ArgumentError(f"{shown(size)} ranks are not allowed: 1..{MAX_RANKS}")
-    if not isinstance(given[1], str) or backend not in ("auto", *Backend):
-        raise ArgumentError(f"backend={shown(backend)}: allowed are auto, {', '.join(Backend)}")
+    check_backend(backend)
     group = ThreadGroup(size)
     failures: list[BaseException] = []
 

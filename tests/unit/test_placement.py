@@ -47,17 +47,17 @@ def play(monkeypatch):
             fabric = fabrics[node] if isinstance(fabrics, list) else fabrics
             return Seat(index, f"{node:x}{index:x}" * 16, f"0000:{index:02x}:00.0", fabric)
 
-        def take(world, *, share_gpus):
+        def take(world, ordinal, *, share_gpus):
             here.rank = world.rank
-            return take_seats(world, share_gpus=share_gpus)
+            return take_seats(world, ordinal, share_gpus=share_gpus)
 
         monkeypatch.setattr(ep.bootstrap.world, "places_of", places)
-        monkeypatch.setattr(ep.bootstrap.world, "gpu_obstacle", lambda: None)
+        monkeypatch.setattr(ep.bootstrap.world, "gpu_obstacle", lambda **_: None)
         monkeypatch.setattr(ep.bootstrap.world, "take_seats", take)
         monkeypatch.setattr(placement, "choose_device", choose)
         monkeypatch.setattr(Seat, "of", seat_of)
         if function is None:
-            return run_ranks(len(nodes), lambda world: take(world, share_gpus=share_gpus)[1])
+            return run_ranks(len(nodes), lambda world: take(world, None, share_gpus=share_gpus)[1])
         return run_ranks(len(nodes), function, backend="gpu")
 
     return run

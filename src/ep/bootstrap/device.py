@@ -9,11 +9,14 @@ from ep.memory.cuda import Device, device_count
 
 _NEEDED = ("cuda.bindings", "nvshmem")
 """Not the compiler: a cache of compiled kernels does without."""
+_NEEDED_BY_ENGINES = _NEEDED[:1]
+"""They may bring memory of their own."""
 
 
-def gpu_obstacle() -> str | None:
+def gpu_obstacle(*, embedded: bool = False) -> str | None:
     """Say why this process cannot use the GPU backend; None if it can. Local."""
-    missing = [name for name in _NEEDED if not _is_installed(name)]
+    needed = _NEEDED_BY_ENGINES if embedded else _NEEDED
+    missing = [name for name in needed if not _is_installed(name)]
     if missing:
         return f"{', '.join(missing)} not installed (the extra gpu of ep)"
     return None if device_count() else "no CUDA device is visible"

@@ -10,14 +10,14 @@ from ep.bootstrap.device import choose_device
 from ep.bootstrap.fabric import Fabric, Nvml
 from ep.bootstrap.ranks import alike, everywhere
 from ep.errors import BootstrapError, EpError, name_ranks
-from ep.memory.cuda import driver
+from ep.memory.cuda import Device, driver
+from ep.memory.given import known_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from ep.bootstrap.ranks import Place
     from ep.bootstrap.world import World
-    from ep.memory.cuda import Device
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,10 @@ class Seat:
         return cls(**told | {"fabric": told["fabric"] and Fabric(**told["fabric"])})
 
 
-def take_seats(world: World, *, share_gpus: bool) -> tuple[Device, tuple[Seat, ...]]:
-    """Open this rank's GPU, and learn of every rank's. Collective.
+def take_seats(
+    world: World, ordinal: int | None, *, share_gpus: bool
+) -> tuple[Device, tuple[Seat, ...]]:
+    """Open this rank's GPU, `ordinal` if it is given, and learn of every rank's. Collective.
 
     Raises
     ------
@@ -72,7 +74,10 @@ def take_seats(world: World, *, share_gpus: bool) -> tuple[Device, tuple[Seat, .
     """
     device, seat, error = None, None, None
     try:
-        device = choose_device(world.local_rank, share_gpus=share_gpus)
+        if ordinal is None:
+            device = choose_device(world.local_rank, share_gpus=share_gpus)
+        else:
+            device = Device.open(known_device(ordinal))
         seat = Seat.of(device)
     except EpError as problem:
         error = problem

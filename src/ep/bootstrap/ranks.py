@@ -38,6 +38,12 @@ class Backend(StrEnum):
     GPU = "gpu"
 
 
+def check_backend(backend: object) -> None:
+    """Raise `ArgumentError` unless it is "auto" or one of `Backend`."""
+    if not isinstance(backend, str) or backend not in ("auto", *Backend):
+        raise ArgumentError(f"backend={shown(backend)}: allowed are auto, {', '.join(Backend)}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a rank runs.

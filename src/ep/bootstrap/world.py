@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from typing import TYPE_CHECKING, Any, Self
 
+from ep.bootstrap.caller import CallerChannel
+from ep.bootstrap.collectives import Collectives
 from ep.bootstrap.device import gpu_obstacle
 from ep.bootstrap.ending import exit_code, log_end, watch
 from ep.bootstrap.opening import open_channel
@@ -15,27 +16,19 @@ from ep.bootstrap.ranks import (
     Backend,
     Place,
     agree_on_backend,
-    common_error,
-    difference_of,
-    ended_ranks,
-    everywhere,
-    in_words,
+    check_backend,
     places_of,
-    ranks_to_exclude,
 )
 from ep.config import MAX_SECONDS
 from ep.errors import (
     ArgumentError,
-    CollectiveError,
     EpError,
-    EpTimeout,
-    StateError,
     shown,
 )
 from ep.settings import is_set
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable
     from types import TracebackType
 
     from ep.bootstrap.channel import Channel
@@ -44,7 +37,7 @@ if TYPE_CHECKING:
 BOOTSTRAP_TIMEOUT_S = 60.0
 
 
-class World:
+class World(Collectives):
     """The ranks of one job. Made by `World.connect`; a context manager.
 
     Leaving the context without an exception is collective. Leaving it by an exception logs the
@@ -79,19 +72,13 @@ class World:
         timeout_s: float = BOOTSTRAP_TIMEOUT_S,
         *,
         share_gpus: bool = False,
+        embedded: bool = False,
+        device: int | None = None,
     ) -> None:
-        self._channel = channel
-        self._timeout_s = timeout_s
-        self._closed = False
-        self._process = os.getpid()
-        self._stopped: str | None = None
+        super().__init__(channel, timeout_s)
         self._at_close: list[Callable[[], None]] = []
         self._num_exchanges = 0
-        self.excluded: frozenset[int] = frozenset()
-        self.places: tuple[Place, ...] = ()
-        self.rank = channel.rank
-        self.size = channel.size
-        obstacle = None if backend == Backend.HOST else gpu_obstacle()
+        obstacle = None if backend == Backend.HOST else gpu_obstacle(embedded=embedded)
         gathered = self.allgather(
             {
                 "place": dataclasses.asdict(Place.own()),
@@ -112,7 +99,7 @@ class World:
         self.num_gpus = 0
         self.ranks_on_gpu = 0
         if self.backend is Backend.GPU:
-            self._take_device(share_gpus)
+            self._take_device(share_gpus, device)
 
     @classmethod
     def connect(
@@ -149,9 +136,7 @@ class World:
         EpTimeout
             If ranks are missing, naming them.
         """
-        given: object = backend
-        if not isinstance(given, str) or given not in ("auto", *Backend):
-            raise ArgumentError(f"backend={shown(backend)}: allowed are auto, {', '.join(Backend)}")
+        check_backend(backend)
         bound: object = timeout_s
         if not isinstance(bound, (int, float)) or not 0 < bound <= MAX_SECONDS:
             raise ArgumentError(
@@ -172,161 +157,58 @@ class World:
             watch(lambda: not world._closed, world._end_job, world.rank, world.size)
         return world
 
-    def allgather(self, value: Any, what: str = "allgather") -> list[Any]:
-        """Give every rank's `value`, in rank order; None for excluded ranks. Collective, bounded.
+    @classmethod
+    def embedded(
+        cls,
+        rank: int,
+        size: int,
+        allgather: Callable[[bytes], Any],
+        *,
+        backend: str = "auto",
+        device: int | None = None,
+        share_gpus: bool | None = None,
+    ) -> World:
+        """Join ranks that an engine has started and connected already. Collective.
 
         Parameters
         ----------
-        value : object
-            Anything JSON can hold.
-        what : str
-            What the ranks are doing, for the error.
+        rank, size : int
+        allgather : callable
+            Takes bytes and gives a list of every rank's, in rank order. Called by the thread that
+            makes a collective call, never in a step. Its waits are bounded as it bounds them, and
+            what it raises comes through.
+        backend, share_gpus
+            As in `connect`.
+        device : int, optional
+            Ordinal of the GPU that the engine has given this rank; else as in `connect`.
+
+        Returns
+        -------
+        World
+            It excludes no ranks, and ends no job: an error goes to the engine.
 
         Raises
         ------
-        CollectiveError
-            On every rank, if `what` differs: the ranks are at different calls.
-        EpTimeout
-            Naming the missing ranks.
-        StateError
-            If the world is closed, or a collective was cut short before: ranks may have gone on.
+        ArgumentError, BootstrapError
+            As `connect`, and if `allgather` does not do as it should.
         """
-        self.check_open()
-        if self._stopped is not None:
-            raise StateError(
-                f"this World stopped at: {self._stopped}; end the job, or reset an exchange"
-            )
-        try:
-            payload = json.dumps([what, value]).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ArgumentError(
-                f"{what}: JSON cannot hold what rank {self.rank} says ({shown(error)}); pass "
-                "numbers, text, lists and dicts"
-            ) from error
-        try:
-            told = self._channel.allgather(payload, self._timeout_s, what)
-        except BaseException as error:
-            self._stopped = f"{what}, ended by {error!r}"
-            if isinstance(error, EpTimeout):
-                raise self.explain(error) from None
-            raise
-        said = [json.loads(words) if words else [what, None] for words in told]
-        calls = {rank: repr(said[rank][0]) for rank, words in enumerate(told) if words}
-        if len(set(calls.values())) > 1:
-            raise everywhere(
-                CollectiveError(
-                    f"the ranks are at different calls: {in_words(calls)}; every rank must make "
-                    "the same collective calls in the same order"
-                )
-            )
-        return [theirs for _, theirs in said]
-
-    def barrier(self, what: str = "barrier") -> None:
-        """Wait for every rank. Collective, bounded."""
-        self.allgather(None, what)
-
-    def agree(self, error: BaseException | None, what: str) -> None:
-        """Fail on every rank if one failed. Collective.
-
-        Parameters
-        ----------
-        error : exception or None
-            What went wrong here.
-        what : str
-            What the ranks were doing.
-
-        Raises
-        ------
-        EpError
-            On every rank, with each failing rank's words; of the kind that failed where all
-            failing ranks say the same kind of error, else `CollectiveError`.
-        """
-        said = self.allgather(error and [type(error).__name__, str(error)], what)
-        common = common_error(said, what)
-        if common is not None:
-            raise common from error
-
-    def agree_on(self, facts: Mapping[str, Any], what: str) -> None:
-        """Compare `facts` over the ranks. Collective.
-
-        Raises
-        ------
-        CollectiveError
-            On every rank, naming each fact that differs, its values and their ranks.
-        """
-        difference = difference_of(self.allgather(dict(facts), what), what)
-        if difference is not None:
-            raise difference
-
-    @property
-    def is_one_process(self) -> bool:
-        """Whether threads of this process play all ranks."""
-        return len({(place.machine, place.process) for place in self.places}) == 1
-
-    def check_open(self) -> None:
-        """Raise `StateError` if this World is closed, or as `check_process`."""
-        if self._closed:
-            raise StateError("this World is closed, so are its exchanges; connect a new one")
-        # Every step asks: a call less.
-        if os.getpid() != self._process:
-            self.check_process()
-
-    def check_process(self) -> None:
-        """Raise `StateError` in a child that this process has forked: the job is the parent's."""
-        if os.getpid() != self._process:
-            raise StateError(
-                f"this World is that of process {self._process}, and this is a forked child "
-                f"({os.getpid()}); use it in the parent alone"
-            )
-
-    def explain(self, error: EpTimeout) -> EpTimeout:
-        """Add to `error` which ranks have ended. Local."""
-        gone = ended_ranks(self.places, self._channel.gone() - self.excluded, self.excluded)
-        fields = (error.phase, error.step, error.rank, error.awaited, error.seen, error.waited_s)
-        return EpTimeout(*fields, gone, error.notes)
-
-    def regroup(self, excluded: Iterable[int] = ()) -> None:
-        """Meet again, wherever each rank was, without `excluded`. Collective over those that stay.
-
-        It is how ranks go on after a wait that expired. What a collective call that was cut short
-        has left is forgotten. Excluded ranks stay excluded; `allgather` gives None for them.
-
-        Raises
-        ------
-        ArgumentError
-            If `excluded` are not ranks, or this one is among them.
-        CollectiveError
-            On every rank, if they do not exclude the same.
-        EpTimeout
-            Naming the ranks that did not come. The call may be repeated.
-        """
-        self.check_open()
-        ranks = self.excluded | ranks_to_exclude(excluded, self.rank, self.size)
-        try:
-            self._channel.regroup(ranks, self._timeout_s)
-        except EpTimeout as error:
-            raise self.explain(error) from None
-        self.excluded, self._stopped = ranks, None
+        check_backend(backend)
+        channel = CallerChannel(rank, size, allgather)
+        if share_gpus is None:
+            share_gpus = is_set("EP_SHARE_GPUS")
+        return cls(channel, backend, share_gpus=share_gpus, embedded=True, device=device)
 
     def next_exchange(self) -> int:
         """Number the exchanges of this world, the same on every rank that makes them alike."""
         self._num_exchanges += 1
         return self._num_exchanges
 
-    def note_timeout(self) -> None:
-        """Remember that a bounded wait has expired, in a step say. Local.
-
-        Over MPI the process ends the job when it exits, unless the world is closed in order after
-        it: MPI would wait, without bound, for a rank that may be dead.
-        """
-        self._channel.note_timeout()
-
     def at_close(self, function: Callable[[], None]) -> None:
         """Have `function` called when the world is closed without an error, by all its ranks."""
         self._at_close.append(function)
 
-    def _take_device(self, share_gpus: bool) -> None:
-        self.device, self.seats = take_seats(self, share_gpus=share_gpus)
+    def _take_device(self, share_gpus: bool, ordinal: int | None) -> None:
+        self.device, self.seats = take_seats(self, ordinal, share_gpus=share_gpus)
         owners = ranks_of_gpus(self.seats)
         self.shares_gpus = len(owners) < self.size
         self.num_gpus = len(owners)

@@ -12,13 +12,13 @@ from ep.buffers import EpBuffers
 from ep.config import Protocol
 from ep.errors import StateError
 from ep.gpu import hot
-from ep.gpu.arm import arm
 from ep.gpu.arrays import device_array, stream_handle
 from ep.gpu.loading import load_kernels, read_tuning
 from ep.kernels.compile import Kind, Launcher
 from ep.kernels.grid import HERALDS, Grid, combine_ctas, combine_grid, dispatch_ctas, dispatch_grid
 from ep.kernels.options import KernelOptions, Pdl
 from ep.memory import cuda
+from ep.memory.arm import arm
 from ep.memory.local import LocalMemory
 from ep.memory.nvshmem import NvshmemMemory
 from ep.record import RECORD_WORDS, STAMPS, HangRecord, Phase, Word
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class GpuEngine:
     """Moves the tokens of one exchange with kernels. Arguments are checked by the caller.
 
-    Making one is collective: it allocates and arms the buffers, and compiles or loads every kernel,
-    so that no later call has to, not even the first one inside a graph capture.
+    Making one is collective: it allocates the buffers, if it is not given them, and compiles or
+    loads every kernel, so that no later call has to, not even the first one inside a capture.
 
     Raises
     ------
@@ -47,7 +47,11 @@ class GpuEngine:
     """
 
     def __init__(
-        self, world: World, layout: EpLayout, options: KernelOptions | None = None
+        self,
+        world: World,
+        layout: EpLayout,
+        options: KernelOptions | None = None,
+        buffers: EpBuffers | None = None,
     ) -> None:
         assert world.device is not None
         self._device = world.device
@@ -71,21 +75,32 @@ class GpuEngine:
             for kind, launchers in self._launch.items()
             for norm, launch in launchers.items()
         }
-        home = LocalMemory if world.is_one_process else NvshmemMemory
-        memory: SymmetricMemory = home.allocate(world, self._device, layout.total_bytes)
-        self._buffers = EpBuffers(layout, memory, world.rank)
+        self._shares_context = world.is_one_process and world.shares_gpus
+        self._last_stream: int | None = None
+        self._stamped: dict[Kind, cuda.DeviceArray] = {}
+        if buffers is None:
+            home = LocalMemory if world.is_one_process else NvshmemMemory
+            memory: SymmetricMemory = home.allocate(world, self._device, layout.total_bytes)
+            buffers = EpBuffers(layout, memory, world.rank)
+        self._buffers = buffers
+        try:
+            self._take(options)
+        except BaseException:
+            # What NVSHMEM gave is given back by all ranks or none.
+            if world.is_one_process:
+                buffers.close()
+            raise
+
+    def _take(self, options: KernelOptions) -> None:
+        """Allocate what no other rank sees."""
         self._record = cuda.PinnedWords(RECORD_WORDS)
         # NumPy takes its time to give one word.
         where = self._record.words[Word.STATE :].ctypes.data
         self._state = ctypes.c_uint32.from_address(where)
-        self._table = cuda.allocate(8 * len(memory.addresses))
-        self._stamped: dict[Kind, cuda.DeviceArray] = {}
+        self._table = cuda.allocate(8 * len(self._buffers.addresses))
+        self._ended = cuda.driver("EventCreate", _event_flags())
         if options.stamps:
             self._stamped = self._make_stamps()
-        self.rearm(0, frozenset())
-        self._shares_context = world.is_one_process and world.shares_gpus
-        self._last_stream: int | None = None
-        self._ended = cuda.driver("EventCreate", _event_flags())
 
     @property
     def buffers(self) -> EpBuffers:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class HostEngine:
     """Moves the tokens of one exchange. Arguments are checked by the caller.
 
-    Making one is collective: it allocates the buffers and empties every row.
+    Making one is collective: it allocates the buffers.
 
     Raises
     ------
@@ -52,12 +52,7 @@ class HostEngine:
         self._absent: list[int] = []
         self._step = 0
         self._memory = HostMemory.allocate(world, layout.total_bytes)
-        try:
-            self._buffers = EpBuffers(layout, self._memory, world.rank)
-            self._empty(slice(None))
-        except BaseException:
-            self._memory.close()
-            raise
+        self._buffers = EpBuffers(layout, self._memory, world.rank)
 
     @property
     def buffers(self) -> EpBuffers:

@@ -384,15 +384,13 @@ class DeviceMemory:
     def __init__(self, device: Device, own: int, peers: Sequence[int], size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.addresses = (*peers, own)
-        self._device = device
+        self.ordinal = device.ordinal
         self._own = own
 
     def array(self, where: int, field: Field) -> DeviceArray:
         """See `SymmetricMemory`. Not kept alive by its views."""
         address = self.addresses[where] + field.offset_bytes
-        return DeviceArray(
-            address, field.shape, field.dtype, field.strides_bytes, self._device.ordinal
-        )
+        return DeviceArray(address, field.shape, field.dtype, field.strides_bytes, self.ordinal)
 
     def take_own(self) -> int:
         """Give this rank's address to be freed; 0 the second time."""
