@@ -216,8 +216,7 @@ class GpuEngine:
         """Enqueue combine."""
         ctas, args = self._combine_args(partials, ids, norm_weight, eps, out)
         self._launch[Kind.COMBINE][norm_weight is not None](stream, ctas, *args)
-        if not self._calls.is_capturing(stream):
-            self._calls.record(int(self._ended), stream)
+        hot.Mark(int(self._ended), stream)()
 
     def prepare_combine(
         self,
@@ -232,12 +231,11 @@ class GpuEngine:
         ctas, args = self._combine_args(partials, ids, norm_weight, eps, out)
         launcher = self._launch[Kind.COMBINE][norm_weight is not None]
         bound = hot.Bound(launcher, stream, ctas, *args)
-        calls, ended = self._calls, int(self._ended)
+        mark = hot.Mark(int(self._ended), stream)
 
         def launch() -> None:
             bound()
-            if not calls.is_capturing(stream):
-                calls.record(ended, stream)
+            mark()
 
         return launch
 

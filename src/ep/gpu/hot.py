@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import TYPE_CHECKING
 
 from ep.memory.cuda import error_of
 
 if TYPE_CHECKING:
     from ep.kernels.compile import Launcher
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """Give the driver, apart from what others load of it, whose functions may have types."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
 class Calls:
@@ -23,10 +30,9 @@ class Calls:
     """
 
     def __init__(self, context: int) -> None:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = _library()
         self._set_current = library.cuCtxSetCurrent
         self._is_capturing = library.cuStreamIsCapturing
-        self._record = library.cuEventRecord
         self._context = ctypes.c_void_p(context)
         self._state = ctypes.c_int()
         self._state_at = ctypes.byref(self._state)
@@ -42,9 +48,23 @@ class Calls:
             raise error_of("StreamIsCapturing", status)
         return self._state.value != 0
 
-    def record(self, event: int, stream: int) -> None:
-        """Record an event; not while a graph is captured."""
-        if status := self._record(ctypes.c_void_p(event), ctypes.c_void_p(stream)):
+
+class Mark:
+    """An event recorded in a stream again and again, but not while a graph is captured."""
+
+    def __init__(self, event: int, stream: int) -> None:
+        library = _library()
+        self._is_capturing = library.cuStreamIsCapturing
+        self._record = library.cuEventRecord
+        self._event, self._stream = ctypes.c_void_p(event), ctypes.c_void_p(stream)
+        self._state = ctypes.c_int()
+        self._state_at = ctypes.byref(self._state)
+
+    def __call__(self) -> None:
+        """Record it; the stream's context is current."""
+        if status := self._is_capturing(self._stream, self._state_at):
+            raise error_of("StreamIsCapturing", status)
+        if not self._state.value and (status := self._record(self._event, self._stream)):
             raise error_of("EventRecord", status)
 
 
@@ -63,7 +83,7 @@ class Bound:
     def __init__(self, launcher: Launcher, stream: int, num_ctas: int, *args: float) -> None:
         self._values, self._pointers = launcher.pack(args)
         self._config = launcher.config(stream, num_ctas)
-        self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+        self._launch = _library().cuLaunchKernelEx
         self._config_at = ctypes.c_void_p(int(self._config.getPtr()))
         self._function = ctypes.c_void_p(launcher.function)
 
