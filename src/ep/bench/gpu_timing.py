@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ep.bench.timing import Floor
+from ep.config import Protocol
 from ep.gpu.graph import Events, Graph
 from ep.kernels.compile import Kind, Launcher, get_image
 from ep.kernels.options import KernelOptions, Pdl
@@ -91,19 +92,21 @@ HOST_STEPS = HOST_PAIRS * HOST_BATCHES
 """That each way of calling makes."""
 
 
-def host_costs(chain: Chain, *, in_c: bool) -> dict[str, float]:
+def host_costs(chain: Chain) -> dict[str, float]:
     """What a pair costs the host, in us, by the names of `ep.bench.record.HOST_COSTS`. Medians.
 
-    Collective. In C, too, where `in_c` says so: there must be a C compiler then.
+    Collective. In C, too, where every rank has a C compiler that works, and with the fence-free
+    protocol.
     """
     costs = {}
     for name, run in (("calls", chain.run), ("prepared", chain.run_prepared)):
         costs[name] = _host_us(chain, partial(_timed_ns, run))
-    if in_c:
+    if chain.exchange.config.protocol is Protocol.FENCE_FREE:
         from ep.bench.c_loop import c_loop
 
         with c_loop(chain) as loop:
-            costs["c"] = _host_us(chain, loop)
+            if loop is not None:
+                costs["c"] = _host_us(chain, loop)
     return costs
 
 

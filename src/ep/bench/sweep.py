@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from typing import TYPE_CHECKING, Any, Literal
 
 from ep.bench.bridge import open_bridge
@@ -195,13 +194,9 @@ class Sweep:
 
     def _host_costs(self, chain: Chain) -> dict[str, float]:
         from ep.bench.gpu_timing import HOST_STEPS, host_costs
-        from ep.export.library import compiler
 
-        is_exported = chain.exchange.config.protocol is Protocol.FENCE_FREE
-        can_compile = is_exported and shutil.which(compiler()[0]) is not None
-        in_c = all(self._world.allgather(can_compile, "looking for C compilers"))
-        self._steps_done += (2 + in_c) * HOST_STEPS
-        costs = host_costs(chain, in_c=in_c)
+        costs = host_costs(chain)
+        self._steps_done += len(costs) * HOST_STEPS
         told = self._world.allgather(costs, "gathering what the host costs")
         return {name: max(costs[name] for costs in told) for name in told[0]}
 

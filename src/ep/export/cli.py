@@ -13,10 +13,13 @@ from rich.progress import Progress
 
 from ep.config import MAX_RANKS, MAX_TOKENS, EpConfig, Protocol
 from ep.errors import ConfigError, EpError
-from ep.export.library import build_library, write_sources
+from ep.export.library import build_library, find_compiler, write_sources
 from ep.export.plan import ExportPlan
 from ep.kernels.compile import ARCHES
 from ep.kernels.options import Pdl
+
+MOST_NAME = 40
+"""Characters of a shape's name."""
 
 
 class Arches(click.ParamType[tuple[str, ...]]):
@@ -103,8 +106,8 @@ def command(
             config = dataclasses.replace(config, protocol=Protocol.FENCE_FREE)
     except ConfigError as error:
         raise click.BadParameter(str(error), param_hint="--config") from error
-    # It stands in comments and strings of C.
-    name = re.sub(r"[^\w.+-]", "_", Path(source).stem, flags=re.ASCII)
+    # It stands in comments and strings of C, and in errors, which are cut.
+    name = re.sub(r"[^\w.+-]", "_", Path(source).stem, flags=re.ASCII)[:MOST_NAME]
     try:
         pdls = (Pdl.EARLY, Pdl.LATE) if sharing else (Pdl.EARLY,)
         _export(ExportPlan(name, config, arches, pdls), output, sources)
@@ -113,6 +116,9 @@ def command(
 
 
 def _export(plan: ExportPlan, output: Path, sources: Path | None) -> None:
+    if sources is None:
+        # Before the kernels, which take minutes. The sources are of use without one.
+        find_compiler()
     console = Console(stderr=True)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("compiling kernels")

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ep.errors import EpError
+from ep.errors import EpError, shown
 from ep.export.tables import SOURCES, assembly_text, cubin_files, header_text, tables_text
 
 if TYPE_CHECKING:
@@ -26,10 +26,7 @@ SYMBOLS = "symbols.txt"
 """Beside the sources: every function of the library, a line each. What it lacks stays hidden."""
 MOST_WORDS = 2000
 """Of what the compiler says."""
-FLAGS = (
-    *("-std=c11", "-O2", "-fPIC", "-fvisibility=hidden", "-D_GNU_SOURCE"),
-    *("-Wall", "-Wextra", "-Werror", "-Wpedantic"),
-)
+FLAGS = ("-std=c11", "-O2", "-fPIC", "-fvisibility=hidden", "-D_GNU_SOURCE")
 LINK = (
     *("-shared", "-pthread", "-ldl", "-Wl,-soname,libep.so", "-Wl,-z,defs"),
     *("-Wl,--build-id=sha1", "-Wl,--version-script,ep.map"),
@@ -71,6 +68,11 @@ def build_library(plan: ExportPlan, images: Sequence[Image], to: Path) -> tuple[
         folder = Path(scratch)
         write_sources(plan, images, folder)
         run_compiler(folder, *MEMBERS, ASSEMBLY, *LINK, "-o", LIBRARY)
+        if not (folder / LIBRARY).is_file():
+            raise EpError(f"the C compiler failed: it gave no {LIBRARY}")
+        for name in (LIBRARY, HEADER):
+            if (to / name).is_dir():
+                raise EpError(f"{to / name} is a folder; remove it, or export to another")
         for name in (LIBRARY, HEADER):
             (folder / name).chmod(0o755 if name == LIBRARY else 0o644)
             # In one piece: a process may be loading the one that is there.
@@ -83,9 +85,24 @@ def symbols() -> list[str]:
     return (SOURCES / SYMBOLS).read_text().split()
 
 
-def compiler() -> list[str]:
-    """Give the C compiler's command: of CC, else cc. It may not be there."""
-    return shlex.split(os.environ.get("CC", "")) or ["cc"]
+def find_compiler() -> list[str]:
+    """Give the C compiler's command: of CC, else cc. Local.
+
+    Raises
+    ------
+    EpError
+        If there is none.
+    """
+    given = os.environ.get("CC", "")
+    try:
+        name, *options = shlex.split(given) or ["cc"]
+    except ValueError as error:
+        raise EpError(f"CC is {shown(given)}, which is no command ({error}); set it anew") from None
+    found = shutil.which(name)
+    if found is None:
+        raise EpError(f"there is no C compiler {name!r}; install one (gcc, say), or name it in CC")
+    # It runs in another folder.
+    return [os.path.abspath(found), *options]  # noqa: PTH100 - its name may say what it is
 
 
 def run_compiler(folder: Path, *arguments: str) -> None:
@@ -96,14 +113,16 @@ def run_compiler(folder: Path, *arguments: str) -> None:
     EpError
         If there is no C compiler, or it fails.
     """
-    command = [*compiler(), *FLAGS, *arguments]
-    if shutil.which(command[0]) is None:
-        raise EpError(
-            f"there is no C compiler {command[0]!r}; install one (gcc, say), or name it in CC"
+    command = [*find_compiler(), *FLAGS, *arguments]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, check=False
         )
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise EpError(f"the C compiler failed: {error}") from None
     if done.returncode:
-        raise EpError(f"the C compiler failed: {done.stderr[:MOST_WORDS]}")
+        said = done.stderr.decode(errors="replace").strip()[:MOST_WORDS]
+        raise EpError(f"the C compiler failed: {said or f'exit code {done.returncode}'}")
 
 
 def _version_script() -> str:
