@@ -19,9 +19,10 @@ from ep.export.binding import Received, Status
 from ep.kernels.compile import Kind
 from ep.kernels.grid import HERALDS, combine_grid, dispatch_grid
 from ep.layout import HEADER_WORDS
-from ep.record import RECORD_WORDS, Word
+from ep.record import Word
 from tests.armed import armed_bytes
 from tests.capi.played import Bench
+from tests.capi.trouble import TROUBLE, record_of
 
 STREAM = 0x1230
 
@@ -242,15 +243,6 @@ def refuses_bad_arrays(bench):
         library.call("ep_combine", exchange, 0x10, None, None, 0.0, None, 0, None)
 
 
-def _record_of(bench, exchange):
-    """The words that a kernel of `exchange` would write."""
-    params = [tuple(param) for param in bench.facts["params"]["dispatch"]]
-    bench.played.expect(params)
-    bench.library.call("ep_dispatch", exchange, 0x10, 0x10, 0x10, 1, None)
-    address = bench.played.launched(params)[1]["record"]
-    return np.ctypeslib.as_array((ctypes.c_uint32 * RECORD_WORDS).from_address(address))
-
-
 def tells_a_hang(bench):
     library, layout = bench.library, bench.layout
     field = layout.fields["announcements"]
@@ -261,7 +253,7 @@ def tells_a_hang(bench):
         for phase, name in ((1, "dispatch"), (2, "combine")):
             for awaited, seen in (((3,), {3: 8}), ((0, 1, 3), {0: 4, 1: 4, 3: 4})):
                 library.arm(exchange)
-                record = _record_of(bench, exchange)
+                record = record_of(bench, exchange)
                 assert not record.any()
                 step = (1 << 33) + 7
                 lines = bench.buffer(2)[field.offset_bytes :][: field.size_bytes].view(np.uint32)
@@ -341,6 +333,7 @@ CASES = (
     tells_a_hang,
     shows_rows,
     survives_null,
+    *TROUBLE,
 )
 
 

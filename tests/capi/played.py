@@ -55,6 +55,10 @@ class Played:
         for name, value in values.items():
             ctypes.c_int.in_dll(self.library, f"played_{name}").value = value
 
+    def wipe(self, address):
+        """Have cuStreamSynchronize make the word at `address` zero; None: no word."""
+        ctypes.c_void_p.in_dll(self.library, "played_wiped").value = address
+
     def expect(self, params):
         """Be ready for a launch with these parameters."""
         self.set(num_params=len(params), num_launches=0)
@@ -77,6 +81,7 @@ class Bench:
     """A library, its facts, and memory for its buffers."""
 
     def __init__(self, folder):
+        self.folder = folder
         self.played = Played(folder / "libcuda.so.1")
         self.library = Library(folder / "libep.so")
         self.facts = json.loads((folder / "facts.json").read_text())

@@ -17,10 +17,11 @@ struct launch {
 
 /* What a test sets, and what it reads. */
 int played_sms = 132, played_per_sm = 2, played_major = 9, played_minor = 0, played_num_params = 0;
-int played_has_context = 1;
+int played_has_context = 1, played_pushed = 0;
 int played_param_bytes[16];
 int played_fails_at = -1; /* the call, counted from 0, that gives an error */
 int played_calls = 0, played_held = 0, played_num_launches = 0, played_capture_mode = 0;
+uint32_t* played_wiped = NULL; /* by cuStreamSynchronize */
 struct launch played_launches[MOST_LAUNCHES];
 
 static CUresult call(void) { return played_calls++ == played_fails_at ? 700 : 0; }
@@ -34,6 +35,19 @@ static CUresult call(void) { return played_calls++ == played_fails_at ? 700 : 0;
 CUresult cuCtxGetCurrent(CUcontext* context) {
   PLAY;
   *context = played_has_context ? (CUcontext)0x10 : NULL;
+  return 0;
+}
+
+CUresult cuCtxPushCurrent_v2(CUcontext context) {
+  PLAY;
+  if (context != (CUcontext)0x10) return 1;
+  played_pushed++;
+  return 0;
+}
+
+CUresult cuCtxPopCurrent_v2(CUcontext* context) {
+  *context = (CUcontext)0x10;
+  played_pushed--;
   return 0;
 }
 
@@ -157,7 +171,7 @@ CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream
 
 CUresult cuStreamCreate(CUstream* stream, unsigned flags) {
   PLAY;
-  if (flags != STREAM_NON_BLOCKING) return 1;
+  if (flags != STREAM_NON_BLOCKING || played_pushed != 1) return 1;
   *stream = (CUstream)0x20;
   played_held++;
   return 0;
@@ -166,6 +180,7 @@ CUresult cuStreamCreate(CUstream* stream, unsigned flags) {
 CUresult cuStreamSynchronize(CUstream stream) {
   PLAY;
   (void)stream;
+  if (played_wiped != NULL) *played_wiped = 0;
   return 0;
 }
 

@@ -15,10 +15,11 @@ import pytest
 from click.testing import CliRunner
 
 from ep import EpConfig, EpLayout
+from ep.bench.c_loop import LOOP, SOURCE
 from ep.config import TUNING_FILE
 from ep.export.binding import Arming, Hang, Options, Received, Status
 from ep.export.cli import command
-from ep.export.library import build_library, symbols
+from ep.export.library import build_library, run_compiler, symbols
 from ep.export.plan import ABI_VERSION, ExportPlan
 from ep.export.tables import SOURCES
 from ep.kernels.compile import Kind
@@ -34,6 +35,7 @@ pytestmark = pytest.mark.skipif(
 HERE = Path(__file__).parent
 CONFIG = EpConfig(ranks=4, hidden=64, experts=9, top_k=3, max_tokens=20)
 STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Werror")
+STRICTER = (*STRICT, "-Wconversion", "-Wsign-conversion", "-Wshadow")
 TABLE = """[sm_90a]
 [[sm_90a.dispatch]]
 up_to = 2
@@ -78,7 +80,10 @@ def folder(tmp_path_factory):
     images = plan.images(lambda _done, _total: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EP_TUNING", str(folder / TUNING_FILE))
+        patch.setenv("CC", " ".join(("cc", *STRICT)))
         build_library(plan, images, folder)
+        shutil.copyfile(SOURCE, folder / SOURCE.name)
+        run_compiler(folder, SOURCE.name, "-shared", "-o", LOOP)
     named = {}
     for (_, pdl, part), image in zip(plan.kernels(), images, strict=True):
         name = f"{part.kind}{'-norm' * part.norm}-{pdl}"
@@ -119,6 +124,13 @@ def test_it_needs_the_c_library_alone(folder):
     assert set(needed) <= {"libc.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-x86-64.so.2"}
 
 
+def test_it_calls_no_function_of_another_such_library(folder):
+    """Where several are loaded, a name that both export is the first one's."""
+    relocations = run("readelf", "-rW", folder / "libep.so")
+    assert "R_X86_64" in relocations or "R_AARCH64" in relocations
+    assert not re.findall(r"\bep_\w+", relocations)
+
+
 @pytest.mark.parametrize("language", [("cc", "-xc", "-std=c11"), ("c++", "-xc++", "-std=c++17")])
 def test_header_is_clean(folder, tmp_path, language):
     layout = EpLayout(CONFIG)
@@ -153,7 +165,7 @@ def test_header_is_clean(folder, tmp_path, language):
         "  + (int)ep_open(&options, &e); }\n"
     )
     link = (f"-L{folder}", "-lep", f"-Wl,-rpath,{folder}")
-    run(*language, *STRICT, f"-I{folder}", source, *link, "-o", tmp_path / "user")
+    run(*language, *STRICTER, f"-I{folder}", source, *link, "-o", tmp_path / "user")
 
 
 def sizeof(kind):
@@ -214,7 +226,7 @@ def test_without_a_driver_it_says_so(folder):
     code = (
         "import sys, ctypes; from pathlib import Path; from ep.export.binding import Library\n"
         "library = Library(Path(sys.argv[1]))\n"
-        "try: library.open(0, 128, [128, 256, 384, 512])\n"
+        "try: library.open(0, 1 << 30, [rank << 30 for rank in range(1, 5)])\n"
         "except Exception as error: print(error)\n"
     )
     done = run(sys.executable, "-c", code, folder / "libep.so")

@@ -48,6 +48,8 @@ enum {
 /* name here, name in libcuda, arguments */
 #define EP_DRIVER_CALLS(X)                                                                     \
   X(ctx_get_current, "cuCtxGetCurrent", (CUcontext*))                                          \
+  X(ctx_push_current, "cuCtxPushCurrent_v2", (CUcontext))                                      \
+  X(ctx_pop_current, "cuCtxPopCurrent_v2", (CUcontext*))                                       \
   X(ctx_get_device, "cuCtxGetDevice", (CUdevice*))                                             \
   X(device_get_attribute, "cuDeviceGetAttribute", (int*, int, CUdevice))                       \
   X(library_load_data, "cuLibraryLoadData",                                                    \

@@ -97,18 +97,33 @@ static ep_status check_options(const ep_options* options) {
   return EP_OK;
 }
 
+/* The own entry of the peers is not looked at. */
+static uint64_t address_of(const ep_options* options, int rank) {
+  return rank == options->rank ? options->own : options->peers[rank];
+}
+
 static ep_status check_addresses(const ep_options* options) {
   if (options->peers == NULL) {
     return fail(EP_ERROR_ARGUMENT, "peers is NULL; it has an address for each of %d ranks",
                 EP_RANKS);
   }
   for (int rank = 0; rank < EP_RANKS; rank++) {
-    uint64_t address = rank == options->rank ? options->own : options->peers[rank];
-    if (address == 0 || address % EP_BUFFER_ALIGN != 0) {
+    uint64_t address = address_of(options, rank);
+    if (address == 0 || address > INT64_MAX || address % EP_BUFFER_ALIGN != 0) {
       return fail(EP_ERROR_ARGUMENT,
                   "the buffer of rank %d is at %#llx; allowed is a device address that is a "
                   "multiple of %d",
                   rank, (unsigned long long)address, EP_BUFFER_ALIGN);
+    }
+    for (int other = 0; other < rank; other++) {
+      uint64_t theirs = address_of(options, other);
+      uint64_t distance = address > theirs ? address - theirs : theirs - address;
+      if (distance < EP_BUFFER_BYTES) {
+        return fail(EP_ERROR_ARGUMENT,
+                    "the buffers of ranks %d and %d overlap, at %#llx and %#llx; each has "
+                    "EP_BUFFER_BYTES of its own",
+                    other, rank, (unsigned long long)theirs, (unsigned long long)address);
+      }
     }
   }
   return EP_OK;
@@ -148,11 +163,10 @@ static ep_status load_kernel(ep_exchange* made, const kernel_image* image, int32
 
 static ep_status load_kernels(ep_exchange* made, int32_t ranks_on_gpu) {
   const driver_calls* cuda = made->cuda;
-  CUcontext context = NULL;
   CUdevice device;
   int major, minor, sms;
-  TRY(cuda, "cuCtxGetCurrent", cuda->ctx_get_current(&context));
-  if (context == NULL) {
+  TRY(cuda, "cuCtxGetCurrent", cuda->ctx_get_current(&made->context));
+  if (made->context == NULL) {
     return fail(EP_ERROR_DEVICE,
                 "no CUDA context is current; make one (cudaSetDevice and cudaFree(0), say) before "
                 "ep_open");
@@ -198,6 +212,18 @@ static ep_status take_memory(ep_exchange* made) {
   return EP_OK;
 }
 
+/* Not ep_close: where several libraries are loaded, that name may be another's. */
+static void give_back(ep_exchange* exchange) {
+  const driver_calls* cuda = exchange->cuda;
+  for (int kind = 0; kind < NUM_KERNELS; kind++) {
+    if (exchange->kernels[kind].library != NULL)
+      cuda->library_unload(exchange->kernels[kind].library);
+  }
+  if (exchange->table != 0) cuda->mem_free(exchange->table);
+  if (exchange->record != NULL) cuda->mem_free_host(exchange->record);
+  free(exchange);
+}
+
 ep_status ep_open(const ep_options* options, ep_exchange** opened) {
   if (opened != NULL) *opened = NULL;
   if (options == NULL || opened == NULL) {
@@ -223,7 +249,7 @@ ep_status ep_open(const ep_options* options, ep_exchange** opened) {
   status = load_kernels(made, options->ranks_on_gpu);
   if (status == EP_OK) status = take_memory(made);
   if (status != EP_OK) {
-    ep_close(made);
+    give_back(made);
     return status;
   }
   *opened = made;
@@ -231,15 +257,7 @@ ep_status ep_open(const ep_options* options, ep_exchange** opened) {
 }
 
 ep_status ep_close(ep_exchange* exchange) {
-  if (exchange == NULL) return EP_OK;
-  const driver_calls* cuda = exchange->cuda;
-  for (int kind = 0; kind < NUM_KERNELS; kind++) {
-    if (exchange->kernels[kind].library != NULL)
-      cuda->library_unload(exchange->kernels[kind].library);
-  }
-  if (exchange->table != 0) cuda->mem_free(exchange->table);
-  if (exchange->record != NULL) cuda->mem_free_host(exchange->record);
-  free(exchange);
+  if (exchange != NULL) give_back(exchange);
   return EP_OK;
 }
 
@@ -250,6 +268,10 @@ static uint32_t word_of(const buffer_fill* fill, int32_t rank, uint64_t step) {
     case WORD_STEP_HIGH: return (uint32_t)(step >> 32);
     default: return fill->word;
   }
+}
+
+static bool is_excluded(const ep_arming* arming, int rank) {
+  return arming->excluded[rank / 64] >> (rank % 64) & 1;
 }
 
 ep_status ep_arm(ep_exchange* exchange, const ep_arming* arming) {
@@ -263,13 +285,18 @@ ep_status ep_arm(ep_exchange* exchange, const ep_arming* arming) {
                 arming->size_bytes, sizeof *arming);
   }
   const driver_calls* cuda = exchange->cuda;
+  for (int rank = EP_RANKS; rank < (int)(8 * sizeof arming->excluded); rank++) {
+    if (is_excluded(arming, rank)) {
+      return fail(EP_ERROR_ARGUMENT, "rank %d is excluded; allowed is 0..%d", rank, EP_RANKS - 1);
+    }
+  }
   uint64_t table[EP_RANKS + 1];
   for (int rank = 0; rank < EP_RANKS; rank++) {
-    bool is_excluded = arming->excluded[rank / 64] >> (rank % 64) & 1;
-    if (is_excluded && rank == exchange->rank) {
+    bool is_out = is_excluded(arming, rank);
+    if (is_out && rank == exchange->rank) {
       return fail(EP_ERROR_ARGUMENT, "rank %d excludes itself", rank);
     }
-    table[rank] = is_excluded ? 0 : exchange->peers[rank];
+    table[rank] = is_out ? 0 : exchange->peers[rank];
   }
   table[EP_RANKS] = exchange->own;
   exchange->is_armed = false;
@@ -287,7 +314,7 @@ ep_status ep_arm(ep_exchange* exchange, const ep_arming* arming) {
     }
   }
   TRY(cuda, "cuCtxSynchronize", cuda->ctx_synchronize());
-  memset(exchange->record, 0, sizeof(uint32_t) * RECORD_WORDS);
+  forget_hang(exchange);
   exchange->sent_tokens = -1;
   exchange->is_armed = true;
   return EP_OK;
@@ -295,6 +322,9 @@ ep_status ep_arm(ep_exchange* exchange, const ep_arming* arming) {
 
 ep_status ep_step(ep_exchange* exchange, uint64_t* step) {
   if (exchange == NULL || step == NULL) return fail(EP_ERROR_ARGUMENT, "an argument is NULL");
+  if (!exchange->is_armed) {
+    return fail(EP_ERROR_ORDER, "the buffer is not armed, and counts no steps: call ep_arm first");
+  }
   const driver_calls* cuda = exchange->cuda;
   uint32_t words[2] = {0, 0};
   TRY(cuda, "cuCtxSynchronize", cuda->ctx_synchronize());

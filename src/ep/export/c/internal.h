@@ -61,6 +61,7 @@ typedef struct {
 
 struct ep_exchange {
   const driver_calls* cuda;
+  CUcontext context; /* that of ep_open */
   loaded_kernel kernels[NUM_KERNELS];
   const tuning_entry* tuning;
   double sms; /* of this rank's share of the GPU */
@@ -84,8 +85,14 @@ typedef struct {
 /* The grid of ep.kernels.grid, with what the tuning table says. kind: DISPATCH or else. */
 launch_grid find_grid(const ep_exchange* exchange, int kind, int32_t num_tokens);
 
+/* Whether a wait of a kernel has expired. What the record says beside it is read after that. */
+bool is_expired(const ep_exchange* exchange);
+
 /* Decode the record of an exchange whose wait has expired. */
-ep_status read_hang(ep_exchange* exchange, ep_hang* hang);
+void read_hang(const ep_exchange* exchange, ep_hang* hang);
+
+/* Make the record that of no hang; another thread may be reading it. */
+void forget_hang(ep_exchange* exchange);
 
 /* Keep words for ep_last_error, and give the status back. */
 ep_status fail(ep_status status, const char* format, ...) __attribute__((format(printf, 2, 3)));

@@ -4,10 +4,6 @@
 #include "internal.h"
 #include "tables.h"
 
-static bool is_expired(const ep_exchange* exchange) {
-  return ((const volatile uint32_t*)exchange->record)[RECORD_STATE] != 0;
-}
-
 ep_status ep_poll(ep_exchange* exchange, ep_hang* hang) {
   if (exchange == NULL) return fail(EP_ERROR_ARGUMENT, "the exchange is NULL");
   if (hang != NULL && hang->size_bytes != sizeof *hang) {
@@ -15,15 +11,18 @@ ep_status ep_poll(ep_exchange* exchange, ep_hang* hang) {
                 "ep_hang has %zu bytes, this library's has %zu; begin with EP_HANG_INIT",
                 hang->size_bytes, sizeof *hang);
   }
-  if (!is_expired(exchange)) {
-    if (hang != NULL) *hang = (ep_hang)EP_HANG_INIT;
-    return EP_OK;
-  }
+  bool has_expired = is_expired(exchange);
   if (hang != NULL) {
     *hang = (ep_hang)EP_HANG_INIT;
-    ep_status status = read_hang(exchange, hang);
-    if (status != EP_OK) return status;
+    if (has_expired) read_hang(exchange, hang);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    if (has_expired && !is_expired(exchange)) {
+      /* Another thread has armed the buffer meanwhile. */
+      *hang = (ep_hang)EP_HANG_INIT;
+      has_expired = false;
+    }
   }
+  if (!has_expired) return EP_OK;
   return fail(EP_TIMED_OUT, "rank %d: a wait has expired; ep_poll has the ranks", exchange->rank);
 }
 
