@@ -168,16 +168,22 @@ def misfit(world: World, layout: EpLayout, buffers: EpBuffers | None) -> Argumen
         return ArgumentError(f"buffers is a {type(given).__name__}; allowed is EpBuffers")
     if world.device is None:
         return ArgumentError("buffers are for the GPU backend; leave them out on the host")
+    error = None
     # Not the configs themselves: how long waits may take says nothing of memory.
     if given.rank != world.rank or given.layout.fields != layout.fields:
-        return ArgumentError(
+        error = ArgumentError(
             f"buffers are rank {given.rank}'s, with fields of {given.layout.total_bytes} bytes, "
             f"but this is rank {world.rank}, and the exchange's have {layout.total_bytes}; make "
             "them with the same config"
         )
-    if given.device != world.device.ordinal:
-        return ArgumentError(
+    elif given.device != world.device.ordinal:
+        error = ArgumentError(
             f"buffers are mapped on GPU {given.device}, but this rank uses GPU "
             f"{world.device.ordinal}; make them there"
         )
-    return None
+    elif given.is_taken:
+        error = ArgumentError(
+            "buffers are those of an Exchange that was not closed; close it on every rank first, "
+            "or give each one memory of its own"
+        )
+    return error

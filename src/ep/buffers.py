@@ -29,7 +29,11 @@ class EpBuffers:
         `[ranks + 1]` base addresses; the last is this rank's own mapping.
     device : int or None
         Ordinal of the GPU that they are mapped on.
+    is_taken : bool
+        Whether an exchange works on them; until it is closed in order, no other may.
     """
+
+    is_taken = False
 
     def __init__(self, layout: EpLayout, memory: SymmetricMemory, rank: int) -> None:
         self.layout = layout
@@ -94,6 +98,7 @@ class EpBuffers:
         """Drop the views and give the memory back. Collective where the memory says so."""
         self._views.clear()
         self._memory.close()
+        self.is_taken = False
 
     def _view(self, where: int, name: str) -> Any:
         key = (where, name)

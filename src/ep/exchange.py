@@ -135,7 +135,7 @@ class Exchange(Lifecycle):
             "version of ep": __version__,
             "kernel_options": kernel_options and dataclasses.asdict(kernel_options),
             "buffers given": buffers is not None,
-            "start": start,
+            "start": bool(start),
             **_facts_of_backend(world),
         }
         world.agree_on(facts, "an Exchange's configuration")

@@ -99,6 +99,8 @@ class Lifecycle:
         return self._engine
 
     def _arm(self, engine: Engine) -> None:
+        # A second arming may end halfway.
+        self._is_armed = False
         engine.rearm(0, self.world.excluded)
         self._is_armed = True
 

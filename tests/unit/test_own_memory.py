@@ -1,10 +1,10 @@
-"""Memory and an all-gather that the engine brings: what is looked at before anything is written."""
+"""Memory that the engine brings: what is looked at before anything is written, and when it is."""
 
 import dataclasses
-import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +14,6 @@ from ep.arguments import misfit
 from ep.bench.bridge import open_bridge
 from ep.bench.cases import Case
 from ep.bench.check import run_checked_step
-from ep.bootstrap import world as world_module
 from ep.errors import DeviceError
 from ep.layout import LINE_BYTES
 from ep.memory import cuda
@@ -161,6 +160,18 @@ def test_buffers_that_do_not_fit(driver):
     assert "leave them out on the host" in str(misfit(world, layout, good))
 
 
+def test_buffers_serve_one_exchange_at_a_time(driver):
+    layout = ep.EpLayout(CONFIG)
+    world: Any = SimpleNamespace(rank=1, device=SimpleNamespace(ordinal=0))
+    buffers = ep.EpBuffers.from_addresses(CONFIG, 1, GOOD[1], GOOD)
+    other = ep.EpBuffers.from_addresses(CONFIG, 1, GOOD[1], GOOD)
+    buffers.is_taken = True
+    assert "of an Exchange that was not closed" in str(misfit(world, layout, buffers))
+    assert misfit(world, layout, other) is None
+    buffers.close()
+    assert misfit(world, layout, buffers) is None
+
+
 def test_misfits_fail_on_every_rank(driver):
     good = ep.EpBuffers.from_addresses(CONFIG, 0, GOOD[0], GOOD)
 
@@ -208,6 +219,39 @@ def test_ranks_that_disagree_on_starting():
     run_ranks(4, rank)
 
 
+def test_an_arming_that_failed_is_made_again():
+    def rank(world):
+        exchange = ep.Exchange(world, CONFIG, start=False)
+        engine: Any = exchange._engine
+        done, rearm = [], engine.rearm
+
+        def fails_once(*arguments):
+            done.append(arguments)
+            if len(done) == 2:
+                raise KeyboardInterrupt
+            rearm(*arguments)
+
+        engine.rearm = fails_once
+        exchange.arm()
+        with pytest.raises(KeyboardInterrupt):
+            exchange.arm()
+        exchange.start()
+        assert len(done) == 3
+        exchange.close()
+
+    run_ranks(4, rank)
+
+
+@pytest.mark.parametrize("start", [np.True_, np.False_, 0, 1, None])
+def test_any_truth_starts(start):
+    def rank(world):
+        with ep.Exchange(world, CONFIG, start=start if world.rank else bool(start)) as exchange:
+            if not start:
+                exchange.start()
+
+    run_ranks(4, rank)
+
+
 def test_a_reset_starts_it_too():
     case = Case(config=CONFIG)
 
@@ -218,149 +262,3 @@ def test_a_reset_starts_it_too():
             assert not any(world.allgather(said and str(said)))
 
     run_ranks(4, rank)
-
-
-class Gather:
-    """An all-gather of bytes between threads, as an engine may have one."""
-
-    def __init__(self, size):
-        self.barrier = threading.Barrier(size, timeout=30)
-        self.slots = [b""] * size
-
-    def of(self, rank, spoil=lambda told: told):
-        def allgather(payload):
-            self.slots[rank] = payload
-            self.barrier.wait()
-            told = spoil(list(self.slots))
-            self.barrier.wait()
-            return told
-
-        return allgather
-
-
-def play(size, function):
-    gather, errors = Gather(size), []
-
-    def run(rank):
-        try:
-            function(rank, gather)
-        except BaseException as error:  # noqa: BLE001 - told below
-            errors.append(error)
-            gather.barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error
-
-
-def test_a_world_over_the_engines_allgather():
-    case = Case(config=CONFIG, uneven=True)
-
-    def rank(rank, gather):
-        world = ep.World.embedded(rank, 4, gather.of(rank, tuple), backend="host")
-        assert (world.rank, world.size, world.local_rank) == (rank, 4, rank)
-        with world, ep.Exchange(world, CONFIG) as exchange:
-            bridge = open_bridge(exchange)
-            for number, tokens in enumerate((5, 1, 0, 3)):
-                said = run_checked_step(exchange, case.step(number, tokens), bridge)
-                assert not any(world.allgather(said and str(said)))
-            exchange.reset()
-            said = run_checked_step(exchange, case.step(9, 2), bridge)
-            assert not any(world.allgather(said and str(said)))
-            with pytest.raises(ep.StateError, match="cannot be excluded from the allgather"):
-                exchange.exclude([3 if rank == 0 else 0])
-
-    play(4, rank)
-
-
-def test_a_rank_that_resets_beside_one_that_gathers():
-    def rank(rank, gather):
-        world = ep.World.embedded(rank, 4, gather.of(rank), backend="host")
-        if rank == 2:
-            with pytest.raises(ep.BootstrapError, match="some are at another call"):
-                world.regroup()
-        else:
-            with pytest.raises(ep.CollectiveError, match="at different calls"):
-                world.allgather("else")
-
-    play(4, rank)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda told: told[:3],
-        lambda told: None,
-        lambda told: "text",
-        lambda told: [*told[:3], "text"],
-        lambda told: [b"{}"] * 4,
-    ],
-    ids=["few", "none", "text", "mixed", "others"],
-)
-def test_an_allgather_that_does_not_do_its_work(spoil):
-    def rank(rank, gather):
-        with pytest.raises(ep.BootstrapError, match="the engine's allgather gave"):
-            ep.World.embedded(rank, 4, gather.of(rank, spoil), backend="host")
-
-    play(4, rank)
-
-
-def test_what_the_allgather_raises_comes_through():
-    class Odd(Exception):
-        pass
-
-    def allgather(payload):
-        raise Odd
-
-    with pytest.raises(Odd):
-        ep.World.embedded(0, 4, allgather, backend="host")
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"rank": 4}, r"rank is 4; allowed is 0\.\.3"),
-        ({"rank": 1.0}, "rank is 1.0"),
-        ({"size": 0}, "size is 0"),
-        ({"size": 73}, r"allowed is 1\.\.72"),
-        ({"allgather": 5}, "allgather is a int"),
-        ({"backend": "cpu"}, "backend='cpu'"),
-    ],
-)
-def test_wrong_arguments_of_an_embedded_world(fields, words):
-    good = {"rank": 0, "size": 4, "allgather": lambda payload: [payload] * 4, "backend": "host"}
-    with pytest.raises(ep.ArgumentError, match=words):
-        ep.World.embedded(**(good | fields))
-
-
-def test_an_engine_with_its_own_memory_needs_no_nvshmem(monkeypatch):
-    asked = []
-
-    def obstacle(**options):
-        asked.append(options)
-        return "no GPU"
-
-    monkeypatch.setattr(world_module, "gpu_obstacle", obstacle)
-    ep.World.embedded(0, 1, lambda payload: [payload])
-    assert asked == [{"embedded": True}]
-    from ep.bootstrap import device
-
-    monkeypatch.setattr(device, "_is_installed", lambda name: name != "nvshmem")
-    monkeypatch.setattr(device, "device_count", lambda: 1)
-    assert device.gpu_obstacle(embedded=True) is None
-    assert "nvshmem not installed" in str(device.gpu_obstacle())
-
-
-def test_an_error_inside_an_embedded_world_goes_to_the_engine():
-    class Odd(Exception):
-        pass
-
-    def rank(rank, gather):
-        with pytest.raises(Odd), ep.World.embedded(rank, 4, gather.of(rank), backend="host"):
-            raise Odd
-
-    play(4, rank)

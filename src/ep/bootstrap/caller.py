@@ -19,6 +19,11 @@ _MEETING = json.dumps([REGROUPING, None]).encode()
 """As `World.allgather` says it, so that a rank that is at another call is told so."""
 
 
+def _mark(rank: int) -> bytes:
+    """Stand before what `rank` says: an engine's own words, or another rank's, are told apart."""
+    return b"ep %d " % rank
+
+
 class CallerChannel:
     """A channel over `allgather`, which takes bytes and gives every rank's, in rank order.
 
@@ -41,18 +46,26 @@ class CallerChannel:
 
     def allgather(self, payload: bytes, timeout_s: float, what: str) -> list[bytes]:  # noqa: ARG002
         """See `Channel`; `timeout_s` is the engine's own affair."""
-        told = self._allgather(payload)
+        own = _mark(self.rank) + payload
+        told = self._allgather(own)
         try:
             said = [bytes(memoryview(words)) for words in told]
-        except TypeError:
+        except (TypeError, ValueError):
             said = []
-        if len(said) != self.size or said[self.rank] != payload:
+        if len(said) != self.size or said[self.rank] != own:
             raise BootstrapError(
                 f"rank {self.rank}: the engine's allgather gave {shown(told)} during {what}; "
                 f"allowed is a list of the bytes of each of {self.size} ranks, in rank order, this "
                 "rank's own among them"
             )
-        return said
+        for rank, words in enumerate(said):
+            if not words.startswith(_mark(rank)):
+                raise BootstrapError(
+                    f"rank {self.rank}: the engine's allgather gave {shown(words)} as rank "
+                    f"{rank}'s during {what}, which is not what that rank has passed; give every "
+                    "rank's in rank order, and let no other call of the engine come between"
+                )
+        return [words.removeprefix(_mark(rank)) for rank, words in enumerate(said)]
 
     def regroup(self, excluded: frozenset[int], timeout_s: float) -> None:
         """See `Channel`. Every rank comes: the engine's all-gather knows no ranks left out."""

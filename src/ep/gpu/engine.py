@@ -78,16 +78,18 @@ class GpuEngine:
         self._shares_context = world.is_one_process and world.shares_gpus
         self._last_stream: int | None = None
         self._stamped: dict[Kind, cuda.DeviceArray] = {}
+        is_given = buffers is not None
         if buffers is None:
             home = LocalMemory if world.is_one_process else NvshmemMemory
             memory: SymmetricMemory = home.allocate(world, self._device, layout.total_bytes)
             buffers = EpBuffers(layout, memory, world.rank)
         self._buffers = buffers
+        buffers.is_taken = True
         try:
             self._take(options)
         except BaseException:
             # What NVSHMEM gave is given back by all ranks or none.
-            if world.is_one_process:
+            if world.is_one_process or is_given:
                 buffers.close()
             raise
 
