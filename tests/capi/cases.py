@@ -47,9 +47,11 @@ def launches_as_python_does(bench):
     played, config, library = bench.played, bench.config, bench.library
     rng = random.Random(0)
     for number in range(300):
-        sms, per_sm, sharing = rng.choice((1, 20, 132)), rng.choice((1, 2, 4)), rng.choice((1, 3))
+        sms, per_sm = rng.choice((1, 20, 132)), rng.choice((1, 2, 4))
+        sharing = rng.choice((1, min(3, config.ranks)))
         played.set(sms=sms, per_sm=per_sm)
-        rank, tokens = rng.randrange(config.ranks), rng.randrange(config.max_tokens + 1)
+        most = rng.choice((config.max_tokens, min(config.max_tokens, 20)))
+        rank, tokens = rng.randrange(config.ranks), rng.randrange(most + 1)
         norm, eps = rng.choice((0x40, None)), rng.random()
         with bench.opened(rank, timeout_us=123, grace_us=456, ranks_on_gpu=sharing) as exchange:
             library.arm(exchange)

@@ -1,12 +1,10 @@
 """The exported library and header, and what the library does over a played driver."""
 
 import dataclasses
-import hashlib
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,89 +12,29 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ep import EpConfig, EpLayout
-from ep.bench.c_loop import LOOP, SOURCE
-from ep.config import TUNING_FILE
+from ep import EpLayout
 from ep.export.binding import Arming, Hang, Options, Received, Status
 from ep.export.cli import command
-from ep.export.library import build_library, run_compiler, symbols
+from ep.export.library import symbols
 from ep.export.plan import ABI_VERSION, ExportPlan
 from ep.export.tables import SOURCES
-from ep.kernels.compile import Kind
 from ep.kernels.options import Pdl
-from ep.kernels.tuning import MEASURED
 from ep.layout import LINE_BYTES
 from tests.capi.cases import CASES
+from tests.capi.made import CONFIG, HERE, STRICT, make, make_driver, run
 
 TOOLS = ("cc", "c++", "nm", "readelf")
 pytestmark = pytest.mark.skipif(
     not all(map(shutil.which, TOOLS)), reason=f"needs {', '.join(TOOLS)}"
 )
-HERE = Path(__file__).parent
-CONFIG = EpConfig(ranks=4, hidden=64, experts=9, top_k=3, max_tokens=20)
-STRICT = ("-Wall", "-Wextra", "-Wpedantic", "-Werror")
 STRICTER = (*STRICT, "-Wconversion", "-Wsign-conversion", "-Wshadow")
-TABLE = """[sm_90a]
-[[sm_90a.dispatch]]
-up_to = 2
-senders = 0.01
-[[sm_90a.dispatch]]
-up_to = 10
-senders = 0.3
-receivers = 0.7
-[[sm_90a.dispatch]]
-up_to = 14
-senders = 31
-[[sm_90a.combine]]
-up_to = 12
-reducers = 0.4
-[[sm_90a.combine]]
-up_to = 16
-senders = 0.5
-reducers = 31
-[sm_90a.measured]
-"""
-
-
-def run(*words, **options):
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, **options)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def table_text():
-    samples = {str: '"x"', int: "1", bool: "true", float: "1.0", dict: "{}"}
-    values = {name: samples[kind] for name, kind in MEASURED.items()}
-    values |= {name: str(getattr(CONFIG, name)) for name in ("ranks", "hidden", "top_k")}
-    return TABLE + "".join(f"{name} = {value}\n" for name, value in values.items())
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A library for CONFIG with the table above, and the played driver."""
     folder = tmp_path_factory.mktemp("capi")
-    (folder / TUNING_FILE).write_text(table_text())
-    plan = ExportPlan("gpt_oss_20b", CONFIG, ("sm_90a",))
-    images = plan.images(lambda _done, _total: None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EP_TUNING", str(folder / TUNING_FILE))
-        patch.setenv("CC", " ".join(("cc", *STRICT)))
-        build_library(plan, images, folder)
-        shutil.copyfile(SOURCE, folder / SOURCE.name)
-        run_compiler(folder, SOURCE.name, "-shared", "-o", LOOP)
-    named = {}
-    for (_, pdl, part), image in zip(plan.kernels(), images, strict=True):
-        name = f"{part.kind}{'-norm' * part.norm}-{pdl}"
-        digest = hashlib.sha256(image.cubin).hexdigest()
-        named[name] = {"threads": image.threads, "size": len(image.cubin), "sha256": digest}
-    facts = {
-        "config": dataclasses.asdict(CONFIG),
-        "images": named,
-        "params": {Kind.DISPATCH: images[0].params, Kind.COMBINE: images[1].params},
-    }
-    (folder / "facts.json").write_text(json.dumps(facts))
-    cc = ("cc", "-std=c11", *STRICT, "-shared", "-fPIC", f"-I{SOURCES}", f"-I{folder}")
-    run(*cc, "-Wl,-soname,libcuda.so.1", HERE / "played_cuda.c", "-o", folder / "libcuda.so.1")
+    make(folder)
+    make_driver(folder)
     return folder
 
 

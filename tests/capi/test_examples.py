@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.capi.test_capi import run
+from tests.capi.made import run
 from tests.mpi import ROOT
 
 EXAMPLES = Path(ROOT, "examples", "c")
