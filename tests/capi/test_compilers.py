@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -146,3 +149,19 @@ def test_a_compiler_is_looked_for_before_kernels_are_compiled(monkeypatch, tmp_p
     assert result.exit_code == 1
     assert "no-such-compiler" in result.output
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_export_that_is_ended_leaves_what_was_there(tmp_path, monkeypatch, number):
+    # It ends its own parent, which is the export.
+    ends = script(tmp_path / "cc", b"kill -%d $PPID; exec sleep 20" % number)
+    monkeypatch.setenv("CC", str(ends))
+    (tmp_path / "made").mkdir()
+    make(tmp_path / "made", "old")
+    (tmp_path / "a.toml").write_text("hidden = 64\nexperts = 9\ntop_k = 3\n")
+    given = "--config a.toml --ranks 4 --max-tokens 20 --arch sm_90a --no-sharing -o made"
+    words = [sys.executable, "-m", "ep.export", *given.split()]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, timeout=50, check=False)
+    assert done.returncode == {signal.SIGTERM: 143, signal.SIGINT: 1}[number]
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == [HEADER, LIBRARY]
+    assert (tmp_path / "made" / LIBRARY).read_text() == "old"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,4 +139,6 @@ def _export(plan: ExportPlan, output: Path, sources: Path | None) -> None:
 
 def main() -> None:
     """Run the command."""
+    # As an interrupt from the keyboard: what is half made goes.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     command(prog_name="python -m ep.export")
