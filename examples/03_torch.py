@@ -58,7 +58,7 @@ def _(partials: Tensor, ids: Tensor, *_: object) -> Tensor:
 def check_in_place(exchange: ep.Exchange, rows: list[Tensor]) -> None:
     """Refuse copies of the rows, as `aot_eager` and `Module.to(dtype)` make them."""
     if rows[0].data_ptr() != exchange.received.x.address:
-        raise RuntimeError("these are not the receive rows, but a copy: compile with inductor")
+        raise RuntimeError("a copy of the receive rows: use inductor, and keep the module's types")
 
 
 class MoeLayers(nn.Module):

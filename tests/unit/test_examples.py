@@ -1,6 +1,7 @@
 """What can be held of the examples without their frameworks and without a GPU."""
 
 import ast
+import dataclasses
 import importlib.util
 import re
 from pathlib import Path
@@ -74,7 +75,7 @@ def toy_layer():
 
 def test_what_the_examples_expect_is_what_an_exchange_gives(toy_layer):
     def rank(world):
-        config = toy_layer.config_for(world)
+        config = dataclasses.replace(toy_layer.config_for(world), timeout_s=5)
         local, gains = config.local_experts(world.rank), toy_layer.norm_weight(config)
         with ep.Exchange(world, config) as exchange:
             for number in range(4):
