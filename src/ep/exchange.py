@@ -163,22 +163,6 @@ class Exchange(Lifecycle):
             self._abandon()
             raise
 
-    @property
-    def received(self) -> Received:
-        """What every `dispatch` returns, for those that bind arrays before the first one.
-
-        The views are always the same, and hold rows from a dispatch to its combine only.
-
-        Raises
-        ------
-        StateError
-            If the exchange is closed.
-        """
-        if self._engine is None:
-            raise StateError("this Exchange is closed; make a new one")
-        received: Received = self._received
-        return received
-
     def dispatch(self, x: Any, ids: Any, weights: Any, stream: Any = None) -> Received:
         """Send each token, quantized, to every rank that owns one of its experts. Collective.
 
