@@ -1,4 +1,4 @@
-"""Shows: a whole MoE layer, router, experts and norm, on the host backend and, as one graph, on GPUs.
+"""Shows: a whole MoE layer, from router to norm, on the host backend and as one graph on GPUs.
 
 Run with: mpirun -np 4 python examples/02_moe_layer.py (or alone, for one rank)
           mpirun -np 2 python examples/02_moe_layer.py --backend gpu

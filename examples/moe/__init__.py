@@ -1,7 +1,7 @@
 """What `02_moe_layer.py` is made of: the model, its layer on hosts and on GPUs, and the reference.
 
-- `model.py`: the weights, and who owns which;
+- `model.py`: the weights;
 - `host.py`, `gpu.py`: the layer on each backend, router, dispatch, experts, combine;
-- `router.py`, `grouping.py`, `experts.py`: the kernels that `gpu.py` launches; `images.py` keeps them;
+- `router.py`, `grouping.py`, `experts.py`: kernels that `gpu.py` launches, and `images.py` keeps;
 - `dense.py`: what the layer must give, without ranks.
 """

@@ -1,4 +1,4 @@
-"""The experts: two grouped products over tiles of pairs, and the weighted sum of each row's pairs."""
+"""The experts: two grouped products over tiles of pairs, and the weighted sum of each row."""
 
 import cuda.bindings.driver as cuda
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute, range_constexpr

@@ -87,9 +87,7 @@ class GpuLayer:
             self._route(stream, tokens, *addresses)
         received = self._exchange.dispatch(x, ids, weights, stream)
         self._experts.enqueue(received, self._partials, stream)
-        self._exchange.combine(
-            self._partials, ids, self._norm_weight, out=y, stream=stream
-        )
+        self._exchange.combine(self._partials, ids, self._norm_weight, out=y, stream=stream)
 
     def _empty(self, shape: tuple[int, ...], dtype: str) -> ep.DeviceArray:
         device = self._exchange.world.device
@@ -98,7 +96,7 @@ class GpuLayer:
 
 
 class Experts:
-    """This rank's experts, and the memory that they work in.
+    """The experts of this rank, and the memory that they work in.
 
     Parameters
     ----------
@@ -153,7 +151,7 @@ class Experts:
 
 
 class Neighbour:
-    """Other work on the same GPU: experts that are busy with rows of their own, on a stream of theirs.
+    """Other work on the same GPU: experts busy with rows of their own, on a stream of their own.
 
     Parameters
     ----------
@@ -170,9 +168,10 @@ class Neighbour:
         sizes = Sizes.of(model, layout)
         rng = np.random.default_rng(world.rank)
         shape = (sizes.rows, sizes.hidden)
-        # Every choice of every row is one of this rank's experts.
+        # Every choice of every row is one of this rank's experts, if it has any.
         local = exchange.config.local_experts(world.rank)
-        ids = rng.integers(local.start, max(local.stop, 1), (sizes.rows, sizes.top_k), np.int32)
+        ids = rng.integers(max(len(local), 1), size=(sizes.rows, sizes.top_k), dtype=np.int32)
+        ids += local.start
         rows = Mxfp8.quantize(rng.standard_normal(shape, np.float32))
         self._rows = ep.Received(
             *_put(bridge, rows),

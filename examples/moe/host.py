@@ -10,7 +10,6 @@ from moe.model import BF16, Gate, Model, Mxfp8
 
 if TYPE_CHECKING:
     import ep
-
     from moe.model import Array
 
 
@@ -64,8 +63,8 @@ def run_experts(model: Model, local: range, received: Any) -> Array:
         row, choice = np.nonzero(ids == expert)
         made[row, choice] = weights[row, choice, None] * run_expert(model, expert, rows[row])
     partials = np.zeros_like(rows)
-    for choice in range(ids.shape[1]):
-        partials += made[:, choice]
+    for made_of_choice in made.swapaxes(0, 1):
+        partials += made_of_choice
     return partials.astype(BF16)
 
 

@@ -43,7 +43,9 @@ class Mxfp8:
     def quantize(cls, values: Array) -> Self:
         """Round `[..., K]`, K a multiple of 32, to BF16, then by the rule of ep's dispatch."""
         *outer, depth = values.shape
-        elements, scales = mxfp8_quantize(values.reshape(np.prod(outer, dtype=int), depth).astype(BF16))
+        elements, scales = mxfp8_quantize(
+            values.reshape(np.prod(outer, dtype=int), depth).astype(BF16)
+        )
         return cls(elements.reshape(values.shape), scales.reshape(*outer, depth // SCALE_BLOCK))
 
     def dequantize(self) -> npt.NDArray[np.float32]:

@@ -1,7 +1,7 @@
 """The router: logits of all experts, the best of them, and their weights."""
 
 import cuda.bindings.driver as cuda
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute, const_expr, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from ep.device import ptx
 from ep.device.sync import WARP

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Self
 
-from moe.model import Gate, Model
-
 if TYPE_CHECKING:
     import ep
+    from moe.model import Gate, Model
 
 TILE = 16
 """Rows that a warp multiplies at once: M of the tensor cores' BF16 instruction."""

@@ -15,7 +15,6 @@ from cutlass import (
 )
 from cutlass.cute.nvgpu.warp import MmaF16BF16Op
 
-from ep.device.sync import WARP
 from ep.reference import SCALE_BLOCK
 
 LANES = 4
