@@ -7,7 +7,7 @@ from ep.device import mxfp8, ptx
 from ep.device.sync import WARP
 from ep.reference import SCALE_BLOCK
 from moe.sizes import TILE, Sizes
-from moe.tiles import LANES, column, multiply, view
+from moe.tiles import LANES, column, follow, multiply, view
 
 BLOCKS = SCALE_BLOCK // 8
 """Blocks of 8 columns that a warp computes: those of one scale."""
@@ -79,7 +79,7 @@ class MoeUp:
             num_tiles,
             between,
             between_scales,
-        ).launch(grid=[num_ctas, 1, 1], block=[self.threads, 1, 1], stream=stream)
+        ).launch(grid=[num_ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -95,6 +95,7 @@ class MoeUp:
         between_scales: Int64,
     ) -> None:
         """Device side."""
+        follow()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         hidden, size = self.sizes.hidden, self.sizes.intermediate
@@ -221,7 +222,7 @@ class MoeDown:
         """
         self.kernel(
             between, between_scales, down, down_scales, expert_of_tile, num_tiles, made
-        ).launch(grid=[num_ctas, 1, 1], block=[self.threads, 1, 1], stream=stream)
+        ).launch(grid=[num_ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -235,6 +236,7 @@ class MoeDown:
         made: Int64,
     ) -> None:
         """Device side."""
+        follow()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         hidden, size = self.sizes.hidden, self.sizes.intermediate
@@ -318,12 +320,13 @@ class MoeSum:
         stream : CUstream
         """
         self.kernel(made, slot_of_pair, weights, partials).launch(
-            grid=[num_ctas, 1, 1], block=[self.threads, 1, 1], stream=stream
+            grid=[num_ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, made: Int64, slot_of_pair: Int64, weights: Int64, partials: Int64) -> None:
         """Device side."""
+        follow()
         row, _, _ = cute.arch.block_idx()
         tid, _, _ = cute.arch.thread_idx()
         hidden, top_k = self.sizes.hidden, self.sizes.top_k

@@ -200,7 +200,7 @@ class Neighbour:
 
 def load_kernels(sizes: Sizes, device: Device) -> dict[str, Launcher]:
     """Compile, or find, and load all kernels, so that no capture has to."""
-    kernels = {name: Launcher(get_image(name, sizes, device.arch), pdl=False) for name in KERNELS}
+    kernels = {name: Launcher(get_image(name, sizes, device.arch), pdl=True) for name in KERNELS}
     for kernel in kernels.values():
         kernel.load()
     return kernels

@@ -4,7 +4,7 @@ import cuda.bindings.driver as cuda
 from cutlass import Int32, Int64, cute
 
 from moe.sizes import TILE, Sizes
-from moe.tiles import view
+from moe.tiles import follow, view
 
 
 class MoeGroup:
@@ -75,7 +75,7 @@ class MoeGroup:
             num_tiles,
             first_expert,
             num_experts,
-        ).launch(grid=[num_ctas, 1, 1], block=[self.threads, 1, 1], stream=stream)
+        ).launch(grid=[num_ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -89,6 +89,7 @@ class MoeGroup:
         num_experts: Int32,
     ) -> None:
         """Device side."""
+        follow()
         tid, _, _ = cute.arch.thread_idx()
         length = self.sizes.local_experts
         sCount = cute.make_tensor(cute.arch.alloc_smem(Int32, length, 16), cute.make_layout(length))

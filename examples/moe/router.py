@@ -7,7 +7,7 @@ from ep.device import ptx
 from ep.device.sync import WARP
 from moe.model import Gate
 from moe.sizes import Sizes
-from moe.tiles import view
+from moe.tiles import follow, view
 
 TAKEN = -3.0e38
 """A logit below any other: of an expert that was chosen already."""
@@ -58,12 +58,13 @@ class MoeRouter:
         stream : CUstream
         """
         self.kernel(x, router, ids, weights).launch(
-            grid=[num_ctas, 1, 1], block=[self.threads, 1, 1], stream=stream
+            grid=[num_ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, x: Int64, router: Int64, ids: Int64, weights: Int64) -> None:
         """Device side."""
+        follow()
         token, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         logits = cute.arch.alloc_smem(Float32, self.sizes.experts, 16)

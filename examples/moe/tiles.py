@@ -15,11 +15,22 @@ from cutlass import (
 )
 from cutlass.cute.nvgpu.warp import MmaF16BF16Op
 
+from ep.device import ptx
 from ep.reference import SCALE_BLOCK
 
 LANES = 4
 """Of a block of 32 along K each of four lanes takes 8 neighbours: one load of 8 bytes."""
 SHARE = SCALE_BLOCK // LANES
+
+
+def follow() -> None:
+    """Wait for the kernel ahead, and let the next one start, which waits for this one.
+
+    What a kernel owes that is launched by programmatic dependent launch, before it reads or writes
+    anything; ep's kernels count on it.
+    """
+    ptx.griddepcontrol_wait()
+    ptx.griddepcontrol_launch_dependents()
 
 
 def view(dtype: Any, address: Int64, count: int) -> cute.Tensor:

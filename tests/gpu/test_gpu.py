@@ -43,6 +43,15 @@ def test_survivors_go_on(name, tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
+def test_moe_layer(gate):
+    ranks = min(device_count(), 8)
+    job = mpirun(ranks, "examples/02_moe_layer.py", "--backend", "gpu", "--gate", gate)
+    assert job.code == 0, job
+    assert job.out.count("came back right") == ranks, job
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("case", [*CASES, *PROCESS_CASES])
 def test_nvshmem(case):
     ranks = min(device_count(), 8)
