@@ -50,10 +50,10 @@ def main() -> None:
 def make_layer(exchange: ep.Exchange, model: Model) -> Layer:
     """The layer on the backend of `exchange`."""
     if exchange.world.backend == "gpu":
-        # Needs libraries that hosts do not have.
-        from moe.gpu import GpuLayer
+        # Imported here: it needs libraries that hosts do not have.
+        from moe.neighbour import CrowdedLayer
 
-        return GpuLayer(exchange, model)
+        return CrowdedLayer(exchange, model)
     return HostLayer(exchange, model)
 
 

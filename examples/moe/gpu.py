@@ -5,20 +5,17 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 import ep
 from ep.bench.bridge import GpuBridge
 from ep.gpu.graph import Graph
 from ep.kernels.compile import Launcher
 from ep.memory.cuda import upload
 from moe.images import KERNELS, get_image
-from moe.model import BF16, Mxfp8
 from moe.sizes import Sizes
 
 if TYPE_CHECKING:
     from ep.memory.cuda import Device
-    from moe.model import Array, Model
+    from moe.model import Array, Model, Mxfp8
 
 
 class GpuLayer:
@@ -38,7 +35,6 @@ class GpuLayer:
         kernels = load_kernels(Sizes.of(model, exchange.layout), world.device)
         self._route = kernels["route"]
         self._experts = Experts(exchange, model, bridge, kernels)
-        self._neighbour = Neighbour(exchange, model, kernels)
         self._router, self._norm_weight = map(bridge.put, (model.router, model.norm_weight))
         most, top_k = config.max_tokens, config.top_k
         self._x = self._empty((most, model.hidden), "bfloat16")
@@ -62,7 +58,6 @@ class GpuLayer:
             # What is found there afterwards is this step's.
             self._bridge.poison(array)
         upload(self._x.address, x, stream)
-        self._neighbour.launch()
         self._graphs[tokens].launch(stream)
         ids, weights, y = map(self._bridge.get, results)
         # Of a wait that has expired a replay says nothing, but its results are NaN.
@@ -73,7 +68,6 @@ class GpuLayer:
         """See `moe.model.Layer`."""
         for graph in self._graphs:
             graph.close()
-        self._neighbour.close()
         self._bridge.close()
 
     def _enqueue(self, tokens: int) -> None:
@@ -115,8 +109,8 @@ class Experts:
         self._sizes = sizes = Sizes.of(model, exchange.layout)
         self._local = local = exchange.config.local_experts(exchange.world.rank)
         here = slice(local.start, local.stop)
-        self._gate_up = _put(bridge, model.gate_up[here])
-        self._down = _put(bridge, model.down[here])
+        self._gate_up = put_matrices(bridge, model.gate_up[here])
+        self._down = put_matrices(bridge, model.down[here])
         # As many CTAs as may do something, whatever the step brings; the grid of a graph is fixed.
         self._ctas = device.num_sms
 
@@ -150,54 +144,6 @@ class Experts:
         self._kernels[name](stream, ctas, *numbers)
 
 
-class Neighbour:
-    """Other work on the same GPU: experts busy with rows of their own, on a stream of their own.
-
-    Parameters
-    ----------
-    exchange : ep.Exchange
-    model : Model
-    kernels : dict of str to Launcher
-    """
-
-    PASSES = 20
-
-    def __init__(self, exchange: ep.Exchange, model: Model, kernels: dict[str, Launcher]) -> None:
-        world, layout = exchange.world, exchange.layout
-        self._bridge = bridge = GpuBridge(world.device)
-        sizes = Sizes.of(model, layout)
-        rng = np.random.default_rng(world.rank)
-        shape = (sizes.rows, sizes.hidden)
-        # Every choice of every row is one of this rank's experts, if it has any.
-        local = exchange.config.local_experts(world.rank)
-        ids = rng.integers(max(len(local), 1), size=(sizes.rows, sizes.top_k), dtype=np.int32)
-        ids += local.start
-        rows = Mxfp8.quantize(rng.standard_normal(shape, np.float32))
-        self._rows = ep.Received(
-            *_put(bridge, rows),
-            bridge.put(ids),
-            bridge.put(np.full(ids.shape, 1 / sizes.top_k, np.float32)),
-            None,
-        )
-        self._partials = bridge.put(np.zeros(shape, BF16))
-        self._experts = Experts(exchange, model, bridge, kernels)
-        self._graph = Graph.capture(bridge.stream, self._enqueue)
-
-    def launch(self) -> None:
-        """Keep the SMs busy for a while, beside what other streams do."""
-        self._graph.launch(self._bridge.stream)
-
-    def close(self) -> None:
-        """Wait for the work, and release it."""
-        self._bridge.get(self._partials)
-        self._graph.close()
-        self._bridge.close()
-
-    def _enqueue(self) -> None:
-        for _ in range(self.PASSES):
-            self._experts.enqueue(self._rows, self._partials, self._bridge.stream)
-
-
 def load_kernels(sizes: Sizes, device: Device) -> dict[str, Launcher]:
     """Compile, or find, and load all kernels, so that no capture has to."""
     kernels = {name: Launcher(get_image(name, sizes, device.arch), pdl=True) for name in KERNELS}
@@ -206,7 +152,8 @@ def load_kernels(sizes: Sizes, device: Device) -> dict[str, Launcher]:
     return kernels
 
 
-def _put(bridge: GpuBridge, matrices: Mxfp8) -> tuple[ep.DeviceArray, ep.DeviceArray]:
+def put_matrices(bridge: GpuBridge, matrices: Mxfp8) -> tuple[ep.DeviceArray, ep.DeviceArray]:
+    """Copy elements and scales to the device."""
     return bridge.put(matrices.elements), bridge.put(matrices.scales)
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import cutlass
 from cutlass import (
     BFloat16,
     Constexpr,
@@ -21,6 +22,8 @@ from ep.reference import SCALE_BLOCK
 LANES = 4
 """Of a block of 32 along K each of four lanes takes 8 neighbours: one load of 8 bytes."""
 SHARE = SCALE_BLOCK // LANES
+UNROLL = 4
+"""Blocks along K whose loads are under way at once."""
 
 
 def follow() -> None:
@@ -90,7 +93,7 @@ def multiply(
     """
     mma = cute.make_tiled_mma(MmaF16BF16Op(BFloat16, Float32, (16, 8, 16)))
     lane = cute.arch.lane_idx() % LANES
-    for block in range(depth // SCALE_BLOCK):
+    for block in cutlass.range(depth // SCALE_BLOCK, unroll=UNROLL):
         at = Int64(block * SCALE_BLOCK + lane * SHARE)
         rA = cute.make_rmem_tensor((8, 1, 2), BFloat16)
         rB = cute.make_rmem_tensor((4, len(weights), 2), BFloat16)
