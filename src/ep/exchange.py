@@ -231,7 +231,7 @@ class Exchange(Lifecycle):
             Apply RMSNorm with it to the sum. A constant: on GPUs it may be read before the work
             ahead of this call has ended, so nothing enqueued may still write it.
         eps : float
-            Of the norm.
+            Of the norm; pass the model's own.
         out : array of bfloat16, `[T_s, H]`, optional
             Where the result goes; made if not given.
         stream : optional

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ep.config import EpConfig
     from ep.engine import Engine
+    from ep.exchange import Received
     from ep.layout import EpLayout
 
 
@@ -103,6 +104,22 @@ class Lifecycle:
         self._is_armed = False
         engine.rearm(0, self.world.excluded)
         self._is_armed = True
+
+    @property
+    def received(self) -> Received:
+        """What every `dispatch` returns, for those that bind arrays before the first one.
+
+        The views are always the same, and hold rows from a dispatch to its combine only.
+
+        Raises
+        ------
+        StateError
+            If the exchange is closed.
+        """
+        if self._engine is None:
+            raise StateError("this Exchange is closed; make a new one")
+        received: Received = self._received
+        return received
 
     def poll(self) -> None:
         """Raise if a wait on the device has expired. Local; does not wait for the device.

@@ -52,7 +52,7 @@ def run_ranks(
         raise ArgumentError(f"{shown(size)} ranks are not allowed: 1..{MAX_RANKS}")
     check_backend(backend)
     group = ThreadGroup(size)
-    failures: list[BaseException] = []
+    failures: list[tuple[ThreadChannel, BaseException]] = []
 
     def play(rank: int) -> T:
         channel = ThreadChannel(group, rank)
@@ -62,14 +62,24 @@ def run_ranks(
             result = function(world)
             world.close()
         except BaseException as error:
-            failures.append(error)
+            failures.append((channel, error))
             channel.abort(1)
             raise
         return result
 
     with ThreadPoolExecutor(size, thread_name_prefix="rank") as pool:
         futures = [pool.submit(play, rank) for rank in range(size)]
-    # What came first is the cause; a rank that waited in vain for the one that failed is not.
-    for failure in sorted(failures, key=lambda failure: isinstance(failure, EpTimeout)):
-        raise failure
+    if failures:
+        raise _cause(failures)
     return [future.result() for future in futures]
+
+
+def _cause(failures: list[tuple[ThreadChannel, BaseException]]) -> BaseException:
+    """Give what came first, but for what only follows from it.
+
+    A rank that waits in a step for one that failed has a timeout, which may come before the others'
+    errors. One whose wait outside of steps was cut short is never the cause, not even of a timeout.
+    """
+    return min(
+        failures, key=lambda failed: (failed[0].was_cut_short, isinstance(failed[1], EpTimeout))
+    )[1]

@@ -302,7 +302,7 @@ def shows_rows(bench):
             bench.library.call("ep_field", name.encode(), *places)
             assert (offset.value, size.value) == (field.offset_bytes, field.size_bytes)
         for unknown in (b"nothing", None):
-            with bench.fails(Status.ARGUMENT, "no field"):
+            with bench.fails(Status.ARGUMENT, "no field", f"it has {', '.join(fields)}"):
                 bench.library.call("ep_field", unknown, None, None)
         received.size_bytes = 4
         with bench.fails(Status.ABI, "EP_RECEIVED_INIT"):

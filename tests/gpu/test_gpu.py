@@ -1,12 +1,13 @@
 """The exchange on GPUs: ranks as threads of this process on one GPU, and as NVSHMEM processes."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from ep.memory.cuda import device_count
 from ep.testing import run_ranks
-from tests.mpi import mpirun
+from tests.mpi import ROOT, mpirun
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,6 +43,15 @@ def test_survivors_go_on(name, tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
+def test_moe_layer(gate):
+    ranks = min(device_count(), 8)
+    job = mpirun(ranks, "examples/02_moe_layer.py", "--backend", "gpu", "--gate", gate)
+    assert job.code == 0, job
+    assert job.out.count("came back right") == ranks, job
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("case", [*CASES, *PROCESS_CASES])
 def test_nvshmem(case):
     ranks = min(device_count(), 8)
@@ -50,3 +60,17 @@ def test_nvshmem(case):
     job = mpirun(ranks, "-m", "tests.gpu.worker", case, timeout_s=200)
     assert job.code == 0, job
     assert f"passed {case} on {ranks}" in job.out, job
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["03_torch", "04_jax", "05_cupy", "06_numba"])
+def test_examples(name, ranks):
+    if find_spec(name[3:]) is None:
+        pytest.skip(f"no {name[3:]}")
+    if ranks > device_count():
+        pytest.skip("needs two GPUs")
+    job = mpirun(ranks, Path(ROOT, "examples", f"{name}.py"), timeout_s=200)
+    assert job.code == 0, job
+    ways = {"03_torch": 3, "05_cupy": 2}.get(name, 1)
+    assert job.out.count("6 steps came back right") == ways * ranks, job

@@ -114,6 +114,17 @@ def test_combine_writes_into_out(exchange):
     assert (out == 1).all()
 
 
+def test_the_rows_are_known_before_the_first_step(exchange):
+    before = exchange.received
+    assert (before.source == -1).all()
+    assert exchange.dispatch(**inputs()) is before is exchange.received
+    assert (before.source >= 0).sum() == 2
+    exchange.combine(partials(), inputs()["ids"])
+    exchange.close()
+    with pytest.raises(ep.StateError, match="this Exchange is closed"):
+        _ = exchange.received
+
+
 def test_order_of_calls(exchange):
     with pytest.raises(ep.StateError, match="combine without a dispatch"):
         exchange.combine(partials(), inputs()["ids"])

@@ -1,6 +1,10 @@
 """Descriptions of device memory, without a device."""
 
+import ctypes
 import gc
+import subprocess
+import sys
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -36,17 +40,59 @@ def test_array_interface_only_where_numpy_has_a_letter():
 
 
 @pytest.mark.parametrize("dtype", sorted(dlpack._CODES))
-def test_dlpack_there_and_back(dtype):
+@pytest.mark.parametrize("shape", [(2, 3), (1, 1), (0, 3), ()])
+def test_dlpack_there_and_back(dtype, shape):
     itemsize = DeviceArray(0, (), dtype).itemsize
-    array = DeviceArray(0x2000, (2, 3), dtype, (8 * itemsize, itemsize), 3)
-    before = len(dlpack._exported)
+    strides = (8 * itemsize, itemsize) if shape == (2, 3) else ()
+    array = DeviceArray(0x2000, shape, dtype, strides, 3, Owner())
+    watch = weakref.ref(array.owner)
     capsule = array.__dlpack__()
     assert dlpack.from_capsule("x", capsule, None) == array
     assert array.__dlpack_device__() == (2, 3)
-    assert len(dlpack._exported) == before + 1
+    del array
+    gc.collect()
+    assert watch() is not None
     del capsule
     gc.collect()
-    assert len(dlpack._exported) == before
+    assert watch() is None
+
+
+class Owner:
+    """What memory belongs to."""
+
+
+def test_a_capsule_dies_in_the_middle_of_an_error():
+    """Whose consumer says why; this one takes no memory of a GPU."""
+    for array in (DeviceArray(0x1000, (4,), "float32"), DeviceArray(0x1000, (4,), "float8_e4m3fn")):
+        with pytest.raises((RuntimeError, BufferError), match="Unsupported d"):
+            np.from_dlpack(array)
+
+
+def test_others_may_declare_the_interpreters_functions_as_they_like(monkeypatch):
+    for name in ("PyCapsule_New", "PyCapsule_GetPointer", "PyCapsule_IsValid"):
+        monkeypatch.setattr(getattr(ctypes.pythonapi, name), "argtypes", (ctypes.c_double,) * 5)
+    array = DeviceArray(0x1000, (4,), "float32")
+    assert dlpack.from_capsule("x", array.__dlpack__(), None) == array
+
+
+def test_dlpack_gives_no_copy_for_one():
+    array = DeviceArray(0x1000, (4,), "float32")
+    for wish in ({"copy": True}, {"dl_device": (1, 0)}, {"dl_device": (2, 1)}):
+        with pytest.raises(BufferError, match="exported where it lies, without a copy"):
+            array.__dlpack__(**wish)
+    same = array.__dlpack__(stream=1, max_version=(1, 1), dl_device=(2, 0), copy=False)
+    assert dlpack.from_capsule("x", same, None) == array
+
+
+def test_memory_that_outlives_the_interpreter_says_nothing():
+    program = """
+from ep.memory import cuda
+kept = object.__new__(cuda._Allocation)
+kept.address, kept._context = 0x1000, None
+cuda.anywhere = cuda.logger = None
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_dlpack_of_other_memory_is_refused():

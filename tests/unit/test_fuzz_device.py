@@ -138,11 +138,16 @@ def test_an_interface_of_anything(interface):
 # DLPack.
 
 
+new_capsule = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+)(("PyCapsule_New", ctypes.pythonapi))
+
+
 def capsule_of(tensor):
-    managed = dlpack._ManagedTensor(tensor, None, dlpack._Deleter())
+    managed = dlpack._ManagedTensor(tensor, None, None)
     # Kept alive as long as the test, as the producer would.
     KEPT.append(managed)
-    return dlpack._new_capsule(ctypes.addressof(managed), dlpack._NAME, None)
+    return new_capsule(ctypes.addressof(managed), dlpack._NAME, None)
 
 
 KEPT: list[Any] = []
@@ -223,6 +228,9 @@ def test_what_has_no_capsule_is_told():
     for array in (
         DeviceArray(0x1000, (2, 3), "float8_e5m2"),
         DeviceArray(0x1000, (2,), "float32", (6,)),
+        DeviceArray(0x1000, (2**40, 2**40), "float32"),
+        DeviceArray(0x1000, (-2,), "float32"),
+        DeviceArray(0x1000, (1,) * 65, "float32"),
     ):
         with pytest.raises(ep.ArgumentError, match="has no DLPack"):
             array.__dlpack__()

@@ -84,6 +84,38 @@ def test_the_cause_is_told_not_the_others_timeouts(error, caplog):
     assert not caplog.records
 
 
+def test_a_timeout_is_told_not_the_closing_that_it_cut_short():
+    config = ep.EpConfig(
+        ranks=2, hidden=32, experts=4, top_k=1, max_tokens=2, timeout_s=0.3, grace_s=0
+    )
+
+    def play(world):
+        with ep.Exchange(world, config) as exchange:
+            if world.rank == 0:
+                step = ep.bench.cases.Case(config=config).step(0, 2)
+                exchange.dispatch(*step.inputs(0))
+
+    with pytest.raises(ep.EpTimeout) as caught:
+        run_ranks(2, play)
+    assert (caught.value.phase, caught.value.rank, caught.value.awaited) == ("dispatch", 0, (1,))
+
+
+@pytest.mark.parametrize("error", [ValueError("the engine's"), SystemExit(3)])
+def test_an_embedded_world_leaves_words_to_its_engine_too(error, caplog):
+    def play(world):
+        def allgather(payload):
+            return [words.encode() for words in world.allgather(payload.decode())]
+
+        with ep.World.embedded(world.rank, world.size, allgather, backend="host"):
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        run_ranks(2, play)
+    assert caught.value is error
+    # The log of another World says that it ends the job.
+    assert not caplog.records
+
+
 def test_a_wrong_world_or_config_is_told():
     with ep.World.connect(backend="host") as world:
         wrong: Any = "kimi_k3"

@@ -125,12 +125,19 @@ class ThreadGroup:
 
 
 class ThreadChannel:
-    """Ranks played by threads of one process."""
+    """Ranks played by threads of one process.
+
+    Attributes
+    ----------
+    was_cut_short : bool
+        Whether a wait of this rank has ended because another one failed.
+    """
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank = rank
         self.size = group.size
         self._group = group
+        self.was_cut_short = False
         self._round = 0
         self._present = list(range(group.size))
 
@@ -152,6 +159,7 @@ class ThreadChannel:
             said = {rank: box[rank] for rank in self._present}
             return [said.get(rank, b"") for rank in range(self.size)]
         if done:
+            self.was_cut_short = True
             raise BootstrapError(f"rank {self.rank}: another rank failed during {what}")
         raise EpTimeout(what, 0, self.rank, missing, (), timeout_s)
 

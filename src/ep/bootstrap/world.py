@@ -78,6 +78,7 @@ class World(Collectives):
         super().__init__(channel, timeout_s)
         self._at_close: list[Callable[[], None]] = []
         self._num_exchanges = 0
+        self._is_embedded = embedded
         obstacle = None if backend == Backend.HOST else gpu_obstacle(embedded=embedded)
         gathered = self.allgather(
             {
@@ -243,12 +244,13 @@ class World(Collectives):
     def abort(self, error: BaseException) -> None:
         """End the whole job because of `error`, after logging its traceback. Local.
 
-        In a forked child nothing ends but the child.
+        In a forked child nothing ends but the child. An embedded World ends no job and logs
+        nothing: its engine gets the error.
         """
         self._closed = True
         if self.size == 1:
             return
-        if os.getpid() == self._process:
+        if os.getpid() == self._process and not self._is_embedded:
             log_end(error, self.rank, self.size)
         if code := exit_code(error):
             self._channel.abort(code)

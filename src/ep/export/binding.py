@@ -1,4 +1,4 @@
-"""An exported library by ctypes: for the benchmark and the tests. Engines use `ep.h`."""
+"""An exported library by ctypes: for Python that wants it without an `Exchange`."""
 
 from __future__ import annotations
 

@@ -86,6 +86,7 @@ def tables_text(plan: ExportPlan, images: Sequence[Image]) -> str:
         "RECORD_WORDS": RECORD_WORDS,
         **{f"RECORD_{word.name}": int(word) for word in Word},
         "CONFIG_JSON": _quoted(json.dumps(plan.facts)),
+        "FIELD_NAMES": _quoted(", ".join(fields)),
     }
     empty_ids = (config.empty_id(rank) for rank in range(config.ranks))
     parts = [

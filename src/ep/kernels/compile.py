@@ -167,16 +167,39 @@ def _build_for_user(kind: Kind, layout: EpLayout, options: KernelOptions, arch: 
 
 def build(kind: Kind, layout: EpLayout, options: KernelOptions, arch: str) -> Image:
     """Compile, whatever the caches hold. Needs CuTe DSL but no GPU."""
-    import cuda.bindings.driver as cuda
-    from cutlass import Float32, Int32, Int64, cute
-    from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepCUBIN, KeepPTX
-
     classes = _CLASSES
     if layout.config.protocol is Protocol.FLAGS:
         classes = _CLASSES | _FLAG_CLASSES
     module, name = classes[kind]
-    made = getattr(importlib.import_module(module), name)
-    kernel = made(layout, options)
+    return build_kernel(getattr(importlib.import_module(module), name)(layout, options), arch)
+
+
+def build_kernel(kernel: Any, arch: str) -> Image:
+    """Compile a kernel, which may be a user's own. Needs CuTe DSL but no GPU.
+
+    Parameters
+    ----------
+    kernel : object
+        With the attributes `name`, `params` (name and Int64, Int32 or Float32 of each argument),
+        `threads` and `kernel`, the `cute.kernel`; called with these arguments, then with the number
+        of CTAs and a CUstream, it launches that.
+    arch : str
+        As "sm_90a".
+
+    Returns
+    -------
+    Image
+
+    Raises
+    ------
+    EpError
+        If what was compiled does not take `params`.
+    """
+    import cuda.bindings.driver as cuda
+    from cutlass import Float32, Int32, Int64, cute
+    from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepCUBIN, KeepPTX
+
+    made = type(kernel)
     made.kernel.set_name_prefix(made.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     samples = [dtype(0) for _, dtype in made.params]
     # The compiler keeps its options in its own objects, so one compilation at a time.

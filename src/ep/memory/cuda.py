@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import functools
 import logging
+import sys
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from ep.errors import ArgumentError, DeviceError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -282,7 +283,7 @@ class DeviceArray:
         """Export without a copy. Work on the array must be ordered by the caller's stream."""
         from ep.memory.dlpack import to_capsule
 
-        return to_capsule(self)
+        return to_capsule(self, **options)
 
     def numpy(self, stream: int = 0) -> npt.NDArray[Any]:
         """Copy to the host in the order of `stream`, and wait for that."""
@@ -320,12 +321,11 @@ class _Allocation:
         self.address = int(driver("MemAlloc", size_bytes))
         self._context = driver("CtxGetCurrent")
 
-    def __del__(self) -> None:
-        try:
-            with anywhere(self._context):
+    def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the interpreter's end the driver may be gone, and so may the modules that this uses.
+        if not is_over():
+            with contextlib.suppress(DeviceError), anywhere(self._context):
                 free(self.address)
-        except Exception:  # noqa: BLE001 - at interpreter exit the driver may be gone
-            logger.debug("device memory at %#x was not freed", self.address)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
-"""DLPack in both directions, with ctypes alone: describe our arrays, read those of others."""
+"""DLPack in both directions, with ctypes and NumPy: describe our arrays, read those of others."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ep.errors import ArgumentError
 
@@ -50,66 +52,84 @@ class _Tensor(ctypes.Structure):
 
 
 class _ManagedTensor(ctypes.Structure):
-    pass
+    _fields_ = (
+        ("tensor", _Tensor),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
 
-
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_ManagedTensor))
-_ManagedTensor._fields_ = (
-    ("tensor", _Tensor),
-    ("manager_ctx", ctypes.c_void_p),
-    ("deleter", _Deleter),
-)
 
 _NAME = b"dltensor"
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype = ctypes.py_object
-_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype = ctypes.c_void_p
-_capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
-
-# A dying capsule is handled by address: as an object, ctypes would revive it and free it twice.
-_Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_is_unconsumed = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(
-    ("PyCapsule_IsValid", ctypes.pythonapi)
-)
-_dying_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+# A prototype of its own: the attribute of pythonapi is one for the process, and other libraries
+# (JAX is one) declare it in their way.
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
 
-# What a consumer still holds, by address of its managed tensor: everything it points to.
-_exported: dict[int, tuple[Any, ...]] = {}
+
+class _Standing(np.ndarray[Any, np.dtype[np.uint8]]):
+    """A host array that is exported in a device array's place, and keeps that alive."""
+
+    stands_for: DeviceArray
 
 
-def _on_release(managed: Any) -> None:
-    _exported.pop(ctypes.addressof(managed.contents), None)
+def to_capsule(
+    array: DeviceArray,
+    *,
+    stream: int | None = None,  # noqa: ARG001 - of the protocol; work is ordered by the caller
+    max_version: tuple[int, int] | None = None,  # noqa: ARG001 - what is given, all versions read
+    dl_device: tuple[int, int] | None = None,
+    copy: bool | None = None,
+) -> Any:
+    """Export a device array; it lives until the consumer, or the unconsumed capsule, is gone.
 
+    Parameters are those of `__dlpack__`.
 
-def _on_death(capsule: Any) -> None:
-    if _is_unconsumed(capsule, _NAME):
-        _exported.pop(_dying_pointer(capsule, _NAME), None)
+    Raises
+    ------
+    ArgumentError
+        If DLPack cannot describe it.
+    BufferError
+        If a copy is asked for, or memory elsewhere: the protocol's own error.
 
-
-_release = _Deleter(_on_release)
-_drop = _Destructor(_on_death)
-
-
-def to_capsule(array: DeviceArray) -> Any:
-    """Export a device array; it lives until the consumer, or the unconsumed capsule, is gone."""
-    ndim = len(array.shape)
-    if array.dtype not in _CODES or any(step % array.itemsize for step in array.strides_bytes):
+    Notes
+    -----
+    NumPy makes the capsule, of a host array of that shape, and what it describes is then replaced.
+    So native code frees it: a capsule may die while an error is under way, and a destructor in
+    Python would lose that error.
+    """
+    if copy or dl_device not in (None, array.__dlpack_device__()):
+        raise BufferError(
+            f"{array} is exported where it lies, without a copy; take it so, and copy it with the "
+            "library that takes it"
+        )
+    try:
+        standing = _Standing(array.shape, np.uint8, bytearray(1), 0, (0,) * len(array.shape))
+        code, bits = _CODES[array.dtype]
+        strides = [_whole(step, array.itemsize) for step in array.strides_bytes]
+    except (KeyError, TypeError, ValueError) as error:
         raise ArgumentError(
             f"{array} has no DLPack: its dtype is unknown there, or its strides are no whole "
             "elements; allowed are " + ", ".join(_CODES)
-        )
-    code, bits = _CODES[array.dtype]
-    shape = (ctypes.c_int64 * ndim)(*array.shape)
-    strides = (ctypes.c_int64 * ndim)(*(step // array.itemsize for step in array.strides_bytes))
-    tensor = _Tensor(array.address, CUDA, array.device, ndim, code, bits, 1, shape, strides, 0)
-    managed = _ManagedTensor(tensor, None, _release)
-    address = ctypes.addressof(managed)
-    _exported[address] = (managed, shape, strides, array)
-    return _new_capsule(address, _NAME, ctypes.cast(_drop, ctypes.c_void_p))
+        ) from error
+    standing.stands_for = array
+    capsule = standing.__dlpack__()
+    tensor = _ManagedTensor.from_address(_capsule_pointer(capsule, _NAME)).tensor
+    tensor.data, tensor.byte_offset = array.address, 0
+    tensor.device_type, tensor.device_id = CUDA, array.device
+    tensor.code, tensor.bits = code, bits
+    # NumPy gives none where they do not matter: where no axis is longer than 1, or one is empty.
+    if tensor.strides:
+        for axis, step in enumerate(strides):
+            tensor.strides[axis] = step
+    return capsule
+
+
+def _whole(step_bytes: int, itemsize: int) -> int:
+    step, rest = divmod(step_bytes, itemsize)
+    if rest:
+        raise ValueError
+    return step
 
 
 def from_capsule(name: str, capsule: Any, owner: Any) -> DeviceArray:

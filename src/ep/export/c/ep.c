@@ -58,7 +58,8 @@ ep_status ep_field(const char* name, uint64_t* offset_bytes, uint64_t* size_byte
     if (size_bytes != NULL) *size_bytes = FIELDS[index].size_bytes;
     return EP_OK;
   }
-  return fail(EP_ERROR_ARGUMENT, "the buffer has no field %.60s", name == NULL ? "(null)" : name);
+  return fail(EP_ERROR_ARGUMENT, "the buffer has no field %.60s; it has " FIELD_NAMES,
+              name == NULL ? "(null)" : name);
 }
 
 static ep_status check_options(const ep_options* options) {
