@@ -166,20 +166,22 @@ def misfit(world: World, layout: EpLayout, buffers: EpBuffers | None) -> Argumen
         return None
     if not isinstance(given, EpBuffers):
         return ArgumentError(f"buffers is a {type(given).__name__}; allowed is EpBuffers")
-    if world.device is None:
-        return ArgumentError("buffers are for the GPU backend; leave them out on the host")
+    here = None if world.device is None else world.device.ordinal
     error = None
     # Not the configs themselves: how long waits may take says nothing of memory.
-    if given.rank != world.rank or given.layout.fields != layout.fields:
+    if given.device != here:
+        mapped, used = (
+            "the host" if ordinal is None else f"GPU {ordinal}" for ordinal in (given.device, here)
+        )
+        error = ArgumentError(
+            f"buffers are mapped on {mapped}, but this rank uses {used}; make them there, by "
+            "backend= and device="
+        )
+    elif given.rank != world.rank or given.layout.fields != layout.fields:
         error = ArgumentError(
             f"buffers are rank {given.rank}'s, with fields of {given.layout.total_bytes} bytes, "
             f"but this is rank {world.rank}, and the exchange's have {layout.total_bytes}; make "
             "them with the same config"
-        )
-    elif given.device != world.device.ordinal:
-        error = ArgumentError(
-            f"buffers are mapped on GPU {given.device}, but this rank uses GPU "
-            f"{world.device.ordinal}; make them there"
         )
     elif given.is_taken:
         error = ArgumentError(

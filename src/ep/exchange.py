@@ -22,14 +22,14 @@ from ep.arguments import (
 )
 from ep.bootstrap import Backend, World
 from ep.bootstrap.ranks import everywhere
-from ep.config import EpConfig, Protocol
+from ep.buffers import layout_of
+from ep.config import EpConfig
 from ep.errors import (
     ArgumentError,
     CollectiveError,
     StateError,
     name_ranks,
 )
-from ep.layout import EpLayout
 from ep.lifecycle import Lifecycle, Sent
 from ep.prepared import PreparedStep
 from ep.version import __version__
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ep.buffers import EpBuffers
     from ep.engine import Engine
     from ep.kernels.options import KernelOptions
+    from ep.layout import EpLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Exchange(Lifecycle):
     kernel_options : KernelOptions, optional
         How the GPU backend's kernels are built; the best known choice if not given.
     buffers : EpBuffers, optional
-        On GPUs: memory of the engine's own, from `EpBuffers.from_addresses`. On all ranks or none.
+        Memory of the engine's own, from `EpBuffers.from_addresses`. On all ranks or none.
     start : bool
         If false, the engine calls `arm` and `start` when it is time.
 
@@ -146,10 +147,7 @@ class Exchange(Lifecycle):
                     f"ranks; pass ranks=world.size"
                 )
             )
-        layout = EpLayout(config)
-        if world.backend is Backend.HOST:
-            # Flags in shared memory: nothing is staged.
-            layout = EpLayout(dataclasses.replace(config, protocol=Protocol.FLAGS))
+        layout = layout_of(config, world.backend)
         world.agree(misfit(world, layout, buffers), "looking at the given buffers")
         super().__init__(world, config, layout)
         self._engine = _open_engine(world, layout, kernel_options, buffers)
@@ -388,4 +386,4 @@ def _open_engine(
         )
     from ep.host import HostEngine
 
-    return HostEngine(world, layout)
+    return HostEngine(world, layout, buffers)

@@ -1,6 +1,7 @@
-"""A World over an all-gather that the engine brings."""
+"""A World over an all-gather that the engine has, and what the engine's functions may do wrong."""
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,12 @@ class Gather:
     def __init__(self, size):
         self.barrier = threading.Barrier(size, timeout=30)
         self.slots = [b""] * size
+        self.lock, self.later = threading.Lock(), {}
+
+    def without(self, ranks):
+        """Give the one that the other ranks have after they have met without `ranks`."""
+        with self.lock:
+            return self.later.setdefault(tuple(ranks), Gather(len(self.slots) - len(ranks)))
 
     def of(self, rank, spoil=lambda told: told):
         def allgather(payload):
@@ -67,6 +74,66 @@ def test_a_world_over_the_engines_allgather():
             assert not any(world.allgather(said and str(said)))
             with pytest.raises(ep.StateError, match="cannot be excluded from the allgather"):
                 exchange.exclude([3 if rank == 0 else 0])
+
+    play(4, rank)
+
+
+def test_the_engine_helps_to_exclude():
+    case = Case(config=CONFIG, uneven=True)
+    asked = []
+
+    def rank(rank, gather):
+        def regroup(ranks):
+            asked.append(ranks)
+            staying = [one for one in range(4) if one not in ranks]
+            return gather.without(ranks).of(staying.index(rank))
+
+        world = ep.World.embedded(rank, 4, gather.of(rank), backend="host", regroup=regroup)
+        exchange = ep.Exchange(world, CONFIG)
+        exchange.reset()
+        for dead in (1, 2):
+            if rank == dead:
+                return
+            exchange.exclude([dead])
+            told = world.allgather(rank)
+            assert told == [None if one in world.excluded else one for one in range(4)]
+            for number, tokens in enumerate((5, 0, 2)):
+                step = case.step(number, tokens).without(world.excluded)
+                said = run_checked_step(exchange, step)
+                assert not any(world.allgather(said and str(said)))
+        exchange.close()
+        world.close()
+
+    play(4, rank)
+    assert sorted(asked) == [[]] * 4 + [[1]] * 3 + [[1, 2]] * 2
+
+
+def test_ranks_that_exclude_different_ones():
+    def rank(rank, gather):
+        def regroup(ranks):
+            assert ranks == ([3] if rank else [2])
+            return gather.without([3]).of(rank)
+
+        world = ep.World.embedded(rank, 4, gather.of(rank), backend="host", regroup=regroup)
+        if rank == 3:
+            return
+        # Rank 0 takes the all-gather for one without rank 2: three ranks in all, as the others do.
+        with pytest.raises((ep.CollectiveError, ep.BootstrapError)) as caught:
+            world.regroup([3] if rank else [2])
+        words = r"rank 0: \[2\].* \[3\]; agree on them first" if rank else "as rank 3's during"
+        assert caught.match(words)
+        assert not world.excluded
+
+    play(4, rank)
+
+
+def test_a_regroup_that_does_not_do_its_work():
+    wrong: Any = len
+
+    def rank(rank, gather):
+        world = ep.World.embedded(rank, 4, gather.of(rank), backend="host", regroup=wrong)
+        with pytest.raises(ep.BootstrapError, match="the engine's regroup gave a int; allowed is"):
+            world.regroup([3 if rank == 0 else 0])
 
     play(4, rank)
 
@@ -141,8 +208,10 @@ def test_what_the_allgather_raises_comes_through():
     def allgather(payload):
         raise Odd
 
-    with pytest.raises(Odd):
+    with pytest.raises(Odd) as caught:
         ep.World.embedded(0, 4, allgather, backend="host")
+    said = "rank 0: raised by the engine's allgather, which ep called: start-up"
+    assert caught.value.__notes__ == [said]
 
 
 @pytest.mark.parametrize(
@@ -153,6 +222,7 @@ def test_what_the_allgather_raises_comes_through():
         ({"size": 0}, "size is 0"),
         ({"size": 73}, r"allowed is 1\.\.72"),
         ({"allgather": 5}, "allgather is a int"),
+        ({"regroup": 5}, "regroup is a int; allowed is a function that takes ranks"),
         ({"backend": "cpu"}, "backend='cpu'"),
     ],
 )

@@ -22,7 +22,7 @@ ALL = {
     # Device memory of this process alone.
     ("ep/memory/cuda.py", "__del__", "_Allocation.__del__"),
     # Descriptors of this process.
-    ("ep/memory/host.py", "weakref.finalize", "_close_all"),
+    ("ep/memory/bells.py", "weakref.finalize", "close_all"),
     # Ends the job or says why it ends; MPI_Abort is no collective call.
     ("ep/bootstrap/mpi.py", "atexit.register", "self._at_exit"),
     ("ep/bootstrap/ending.py", "atexit.register", "_tell_open"),

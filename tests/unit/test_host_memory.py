@@ -20,7 +20,7 @@ import os, sys
 import ep
 import ep.memory.host as host
 
-host._open_all = lambda kind, world, folder, size_bytes: (
+host._open_all = lambda kind, world, folder, size_bytes, given: (
     host._create(folder, 0, size_bytes), os._exit(9))
 host.HostMemory.allocate(ep.World.connect("host"), 4096)
 """

@@ -24,6 +24,7 @@ CONFIG = ep.EpConfig(ranks=4, hidden=64, experts=9, top_k=3, max_tokens=5)
 SIZE = ep.EpLayout(CONFIG).total_bytes
 LINES = SIZE // LINE_BYTES
 GOOD = [0x7F0000000000 + rank * SIZE for rank in range(4)]
+HALVES = [(GOOD[3], SIZE - 128), (GOOD[3] + SIZE - 128, SIZE)]
 
 
 @given(st.permutations(range(6)), st.integers(0, 5), st.sampled_from([0, None, "own", 3]))
@@ -48,7 +49,7 @@ def test_buffers_that_overlap(rank, other, distance):
     [
         (GOOD[0], GOOD[:3], "peers are 3 addresses; allowed are 4"),
         (GOOD[0], 7, "peers are 0 addresses"),
-        (0, GOOD, "own is 0x0; allowed is a device address"),
+        (0, GOOD, "own is 0x0; allowed is an address"),
         (GOOD[0] + 16, GOOD, "multiple of 128"),
         (-128, GOOD, "own is -0x80"),
         (1 << 63, GOOD, "own is 0x8"),
@@ -66,19 +67,32 @@ def test_addresses_that_are_none(own, peers, words):
 @pytest.fixture
 def driver(monkeypatch):
     """A driver that knows some ranges of addresses as device memory, and counts no context."""
-    played = SimpleNamespace(known=[(address, SIZE) for address in GOOD], kind=2, context=0)
+    played = SimpleNamespace(
+        known=[(address, SIZE) for address in GOOD],
+        context=0,
+        is_mapped=False,
+        told={"MEMORY_TYPE": 2, "IS_MANAGED": 0, "ACCESS_FLAGS": 3},
+    )
+
+    def attribute(name, place):
+        for first, size in played.known:
+            if first <= place < first + size:
+                told = {"RANGE_START_ADDR": first, "RANGE_SIZE": size} | played.told
+                if name in told:
+                    return told[name]
+        raise DeviceError("cuPointerGetAttribute: invalid argument")
 
     def call(name, *arguments):
         if name == "PointerGetAttribute":
-            place = arguments[1]
-            if any(first <= place < first + size for first, size in played.known):
-                return played.kind
-            raise DeviceError("cuPointerGetAttribute: invalid argument")
+            which, place = arguments
+            return attribute(which.name.removeprefix("CU_POINTER_ATTRIBUTE_"), place)
+        if name == "MemRetainAllocationHandle" and not played.is_mapped:
+            raise DeviceError("cuMemRetainAllocationHandle: invalid argument")
         if name == "CtxGetDevice":
             if played.context is None:
                 raise DeviceError("cuCtxGetDevice: invalid device context")
             return played.context
-        assert name in {"Init", "DeviceGetCount"}, name
+        assert name in {"Init", "MemRetainAllocationHandle", "MemRelease"}, name
         return 1
 
     monkeypatch.setattr(cuda, "driver", call)
@@ -104,15 +118,33 @@ def test_views_are_where_the_layout_says(driver):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"known": [(address, SIZE) for address in GOOD[:3]]}, "buffer of rank 3"),
-        ({"known": [*((a, SIZE) for a in GOOD[:3]), (GOOD[3], SIZE - 1)]}, "buffer of rank 3"),
-        ({"kind": 1}, "buffer of rank 0"),
+        ({"known": [(address, SIZE) for address in GOOD[:3]]}, "rank 3, .* does not know 0x"),
+        ({"known": [*((a, SIZE) for a in GOOD[:3]), (GOOD[3], SIZE - 1)]}, "rank 3, .* does not"),
+        # One allocation beside the other, as cuMemAlloc gives them.
+        ({"known": [*((a, SIZE) for a in GOOD[:3]), *HALVES]}, "rank 3, .* there ends before 0x"),
+        ({"told": {"MEMORY_TYPE": 1}}, "rank 0, .* does not know 0x"),
+        ({"told": {"MEMORY_TYPE": 2, "ACCESS_FLAGS": 0}}, "rank 0, .* may not both load and store"),
+        ({"told": {"MEMORY_TYPE": 2, "ACCESS_FLAGS": 1}}, "rank 0, .* may not both load and store"),
+        ({"told": {"MEMORY_TYPE": 2, "IS_MANAGED": 1}}, "rank 0, .* managed memory, which moves"),
     ],
 )
-def test_memory_that_the_driver_does_not_know(driver, change, words):
+def test_memory_that_the_driver_says_no_to(driver, change, words):
     vars(driver).update(change)
-    with pytest.raises(ep.HeapError, match=words):
+    with pytest.raises(ep.HeapError, match=f"the buffer of {words}"):
         ep.EpBuffers.from_addresses(CONFIG, 1, GOOD[1], GOOD)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        # What a driver does not tell, and mappings of several handles side by side.
+        {"told": {"MEMORY_TYPE": 2}},
+        {"known": [*((a, SIZE) for a in GOOD[:3]), *HALVES], "is_mapped": True},
+    ],
+)
+def test_memory_that_the_driver_cannot_judge(driver, change):
+    vars(driver).update(change)
+    ep.EpBuffers.from_addresses(CONFIG, 1, GOOD[1], GOOD).close()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +189,12 @@ def test_buffers_that_do_not_fit(driver):
     world.rank, world.device.ordinal = 2, 0
     assert "but this is rank 2" in str(misfit(world, layout, good))
     world.device = None
-    assert "leave them out on the host" in str(misfit(world, layout, good))
+    assert "mapped on GPU 0, but this rank uses the host" in str(misfit(world, layout, good))
+    world.rank, world.device = 1, SimpleNamespace(ordinal=0)
+    good.is_taken = True
+    assert "an Exchange that was not closed" in str(misfit(world, layout, good))
+    good.close()
+    assert misfit(world, layout, good) is None
 
 
 def test_buffers_serve_one_exchange_at_a_time(driver):
@@ -176,7 +213,7 @@ def test_misfits_fail_on_every_rank(driver):
     good = ep.EpBuffers.from_addresses(CONFIG, 0, GOOD[0], GOOD)
 
     def rank(world):
-        with pytest.raises(ep.CollectiveError, match=r"failed on 4 of 4.*leave them out"):
+        with pytest.raises(ep.CollectiveError, match=r"failed on 4 of 4.*uses the host"):
             ep.Exchange(world, CONFIG, buffers=good)
         with pytest.raises(ep.CollectiveError, match="buffers given"):
             ep.Exchange(world, CONFIG, buffers=good if world.rank == 2 else None)

@@ -28,7 +28,7 @@ from ep.errors import (
 from ep.settings import is_set
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from ep.bootstrap.channel import Channel
@@ -168,6 +168,7 @@ class World(Collectives):
         backend: str = "auto",
         device: int | None = None,
         share_gpus: bool | None = None,
+        regroup: Callable[[Sequence[int]], Callable[[bytes], Any]] | None = None,
     ) -> World:
         """Join ranks that an engine has started and connected already. Collective.
 
@@ -177,16 +178,20 @@ class World(Collectives):
         allgather : callable
             Takes bytes and gives a list of every rank's, in rank order. Called by the thread that
             makes a collective call, never in a step. Its waits are bounded as it bounds them, and
-            what it raises comes through.
+            what it raises comes through, with a note.
         backend, share_gpus
             As in `connect`.
         device : int, optional
             Ordinal of the GPU that the engine has given this rank; else as in `connect`.
+        regroup : callable, optional
+            Called by `reset` and `exclude` on every rank that stays, wherever each was: takes the
+            ranks to go on without, all that were excluded before among them, and gives the
+            `allgather` of those that stay, a list of theirs alone. Needed for `exclude`.
 
         Returns
         -------
         World
-            It excludes no ranks, and ends no job: an error goes to the engine.
+            It ends no job: an error goes to the engine.
 
         Raises
         ------
@@ -194,7 +199,7 @@ class World(Collectives):
             As `connect`, and if `allgather` does not do as it should.
         """
         check_backend(backend)
-        channel = CallerChannel(rank, size, allgather)
+        channel = CallerChannel(rank, size, allgather, regroup)
         if share_gpus is None:
             share_gpus = is_set("EP_SHARE_GPUS")
         return cls(channel, backend, share_gpus=share_gpus, embedded=True, device=device)

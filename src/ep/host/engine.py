@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class HostEngine:
     """Moves the tokens of one exchange. Arguments are checked by the caller.
 
-    Making one is collective: it allocates the buffers.
+    Making one is collective: it allocates the buffers, if it is not given them.
 
     Raises
     ------
@@ -44,15 +44,18 @@ class HostEngine:
         On every rank, if memory is short on one or cannot be shared.
     """
 
-    def __init__(self, world: World, layout: EpLayout) -> None:
+    def __init__(self, world: World, layout: EpLayout, buffers: EpBuffers | None = None) -> None:
         self._layout = layout
         self._config = layout.config
         self._rank = world.rank
         self._present = set(range(world.size))
         self._absent: list[int] = []
         self._step = 0
-        self._memory = HostMemory.allocate(world, layout.total_bytes)
-        self._buffers = EpBuffers(layout, self._memory, world.rank)
+        self._is_given = buffers is not None
+        given = buffers.addresses if buffers is not None else ()
+        self._memory = HostMemory.allocate(world, layout.total_bytes, given)
+        self._buffers = buffers or EpBuffers(layout, self._memory, world.rank)
+        self._buffers.is_taken = True
 
     @property
     def buffers(self) -> EpBuffers:
@@ -94,6 +97,9 @@ class HostEngine:
     def rearm(self, step: int, excluded: frozenset[int]) -> None:
         """Make all as it is between steps, the last of which was `step`; skip `excluded`."""
         self._memory.forget()
+        if self._is_given:
+            # An empty row's x must be finite, too.
+            self._memory.zero()
         for name in ("dispatch_flags", "combine_flags", "counts"):
             self._buffers.own(name)[...] = 0
         self._empty(slice(None))
@@ -182,9 +188,12 @@ class HostEngine:
     def finish(self) -> None:
         """Do nothing: every call returns with its work done."""
 
+    closes_alone = True
+
     def close(self) -> None:
         """Give the buffers back. Local: peers keep their mappings."""
         self._buffers.close()
+        self._memory.close()
 
     def _chosen(self, ids: Array) -> npt.NDArray[np.bool_]:
         """Which ranks each token goes to, `[T, ranks]`."""

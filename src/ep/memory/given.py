@@ -1,7 +1,7 @@
 """Symmetric memory that an engine has made: any that each rank can load from and store into.
 
 NVSHMEM's heap of the engine, mappings of cuMem handles, torch's symmetric memory, CUDA IPC, NCCL
-windows: what counts are addresses.
+windows, on the host what processes share: what counts are addresses.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
+from pathlib import Path
 from typing import Any
 
 from ep.errors import ArgumentError, DeviceError, HeapError, shown
 from ep.layout import LINE_BYTES
 from ep.memory import cuda
+from ep.memory.host import Segments, segment_at
 
 logger = logging.getLogger(__name__)
 
 MAX_ADDRESS = 1 << 63
+_READ_WRITE = 3
+"""Of `CU_POINTER_ATTRIBUTE_ACCESS_FLAGS`."""
 
 
 class GivenMemory(cuda.DeviceMemory):
@@ -40,6 +44,29 @@ class GivenMemory(cuda.DeviceMemory):
     def close(self) -> None:
         """Forget it: the engine frees it, once every rank has closed its exchange. Local."""
         self.take_own()
+
+
+class GivenHostMemory(Segments):
+    """Every rank's buffer in host memory of the engine. Made by `GivenHostMemory.at`."""
+
+    @classmethod
+    def at(cls, rank: int, own: Any, peers: Any, ranks: int, size_bytes: int) -> GivenHostMemory:
+        """Do as `GivenMemory.at`, and ask the system what this process has mapped. Local."""
+        addresses = check_addresses(rank, own, peers, ranks, size_bytes)
+        mapped = _mapped_ranges()
+        for peer, address in enumerate(addresses):
+            hole = _first_hole(mapped, address, size_bytes)
+            if hole is not None:
+                raise HeapError(
+                    f"the buffer of rank {peer}, {size_bytes} bytes from {address:#x}, is not "
+                    f"memory that this process can read and write: not at {hole:#x}; map every "
+                    "peer's buffer, whole, in this process"
+                )
+        segments = [segment_at(address, size_bytes) for address in addresses]
+        return cls([*segments, segments[rank]])
+
+    def close(self) -> None:
+        """Do nothing: the engine frees it. Local."""
 
 
 def check_addresses(rank: int, own: Any, peers: Any, ranks: int, size_bytes: int) -> list[int]:
@@ -74,28 +101,89 @@ def _as_address(peer: int, given: Any, rank: int) -> int:
         said = f"{address:#x}" if type(given) is int else shown(given)
         which = "own" if peer == rank else f"peers[{peer}]"
         raise ArgumentError(
-            f"{which} is {said}; allowed is a device address, as an integer, that is a multiple "
-            f"of {LINE_BYTES}"
+            f"{which} is {said}; allowed is an address, as an integer, that is a multiple of "
+            f"{LINE_BYTES}"
         )
     return address
 
 
 def _check_memory(peer: int, address: int, size_bytes: int, device: cuda.Device) -> None:
-    """Refuse what the driver does not know; mappings may be made of several pieces."""
-    from cuda.bindings import driver
+    """Refuse what the driver says no to; what it does not tell is left to the engine."""
+    last = address + size_bytes - 1
+    wrong = next(filter(None, (_unfit(place, device) for place in (address, last))), None)
+    if wrong is None and _range_of(address) != _range_of(last) and not _is_mapping(address):
+        wrong = f"the allocation there ends before {last:#x}"
+    if wrong is not None:
+        raise HeapError(
+            f"the buffer of rank {peer}, {size_bytes} bytes from {address:#x}, is not memory that "
+            f"GPU {device.ordinal} has mapped: {wrong}; map every peer's buffer, whole, in this "
+            "process"
+        )
 
-    kind = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-    for place in (address, address + size_bytes - 1):
-        try:
-            known = cuda.driver("PointerGetAttribute", kind, place)
-        except DeviceError:
-            known = None
-        if known != driver.CUmemorytype.CU_MEMORYTYPE_DEVICE:
-            raise HeapError(
-                f"the buffer of rank {peer}, {size_bytes} bytes from {address:#x}, is not memory "
-                f"that GPU {device.ordinal} has mapped: the driver does not know {place:#x} as "
-                "device memory; map every peer's buffer, whole, in this process"
-            )
+
+def _unfit(place: int, device: cuda.Device) -> str | None:
+    """Say what is wrong with a place in memory, as far as the driver knows."""
+    from cuda.bindings.driver import CUmemorytype
+
+    if _told("MEMORY_TYPE", place) != CUmemorytype.CU_MEMORYTYPE_DEVICE:
+        return f"the driver does not know {place:#x} as device memory"
+    if _told("IS_MANAGED", place):
+        return f"{place:#x} is managed memory, which moves"
+    if _told("ACCESS_FLAGS", place) not in (None, _READ_WRITE):
+        return f"GPU {device.ordinal} may not both load and store at {place:#x}"
+    return None
+
+
+def _range_of(place: int) -> tuple[Any, ...]:
+    """Where the allocation around `place` begins, and its size."""
+    return tuple(_told(f"RANGE_{name}", place) for name in ("START_ADDR", "SIZE"))
+
+
+def _is_mapping(address: int) -> bool:
+    """Whether cuMemMap has put it there: such mappings may lie side by side."""
+    try:
+        cuda.driver("MemRelease", cuda.driver("MemRetainAllocationHandle", address))
+    except DeviceError:
+        return False
+    return True
+
+
+def _told(attribute: str, place: int) -> Any:
+    """Ask the driver for an attribute of a place; None where it does not tell."""
+    from cuda.bindings.driver import CUpointer_attribute
+
+    which = getattr(CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{attribute}")
+    try:
+        told = cuda.driver("PointerGetAttribute", which, place)
+    except DeviceError:
+        return None
+    # Addresses are handles of the bindings, which compare by identity.
+    return told if told is None else int(told)
+
+
+def _mapped_ranges() -> list[tuple[int, int]]:
+    """First and last address, and one more, of what this process may read and write, in order."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError as error:
+        logger.debug("the system does not tell what is mapped: %s", error)
+        return [(0, MAX_ADDRESS)]
+    ranges = []
+    for line in lines:
+        limits, access = line.split()[:2]
+        if access.startswith("rw"):
+            first, end = (int(limit, 16) for limit in limits.split("-"))
+            ranges.append((first, end))
+    return ranges
+
+
+def _first_hole(ranges: list[tuple[int, int]], address: int, size_bytes: int) -> int | None:
+    """Give the first of `size_bytes` from `address` on that is in no range; None if all are."""
+    at = address
+    for first, end in ranges:
+        if first <= at < end:
+            at = end
+    return at if at < address + size_bytes else None
 
 
 def known_device(ordinal: Any) -> int:

@@ -1,85 +1,93 @@
-"""Symmetric memory of the host backend: one shared segment a rank, and a bell to wake it.
-
-A bell is a FIFO. A peer stores into the segment, then writes a message of 16 bytes into the bell.
-The pipe's lock in the kernel orders the two: what was stored before the write is seen after the
-read of that same message, on every architecture. Messages below PIPE_BUF are never torn or mixed.
-"""
+"""Symmetric memory of the host backend: one shared segment a rank, and a bell to wake it."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
-import math
 import mmap
 import os
 import re
 import secrets
-import select
-import struct
 import sys
 import tempfile
-import time
-import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import ml_dtypes  # noqa: F401 - registers the names of the dtypes that the layout uses
 import numpy as np
 
-from ep.errors import EpTimeout, HeapError, name_ranks
+from ep.errors import HeapError, name_ranks
 from ep.files import read_text
+from ep.memory.bells import Bells, close_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
     from ep.bootstrap import World
     from ep.layout import Field
 
-_MESSAGE = struct.Struct("<IIQ")
-_READ_BYTES = 4096 * _MESSAGE.size
 _FOLDER = re.compile(r"ep-\d+-\w{8}")
 _FILE = re.compile(r"rank\d+\.(memory|bell)|proof")
 _PROOF = "proof"
 """File of rank 0 with a number that nobody can guess: who finds it looks into the same folder."""
 
 
-class Ring(NamedTuple):
-    """One message: rank `src` has finished `phase` of `step`."""
+class Segments:
+    """Every rank's buffer in memory that this process sees, and last the own one once more.
 
-    src: int
-    phase: int
-    step: int
+    Parameters
+    ----------
+    segments : list of ndarray of uint8, `[ranks + 1]`
+    """
 
-
-class HostMemory:
-    """Shared segments and bells of all ranks of one machine. Made by `HostMemory.allocate`."""
-
-    def __init__(self, rank: int, segments: list[npt.NDArray[np.uint8]], bells: list[int]) -> None:
-        self.rank = rank
+    def __init__(self, segments: list[npt.NDArray[np.uint8]]) -> None:
         self.size_bytes = segments[-1].nbytes
         self.addresses = tuple(segment.ctypes.data for segment in segments)
         self._segments = segments
-        self._bells = bells
-        # Where nobody calls `close`: Python closes no plain descriptor.
-        self._closer = weakref.finalize(self, _close_all, bells)
-        self._closer.atexit = False
-        self._poll = select.poll()
-        self._poll.register(bells[rank], select.POLLIN)
-        self._early: list[Ring] = []
-        self._seen = [0] * len(bells)
+
+    def array(self, where: int, field: Field) -> npt.NDArray[np.generic]:
+        """See `SymmetricMemory`. Views keep a mapping alive, also after `close`."""
+        return np.ndarray(
+            field.shape,
+            np.dtype(field.dtype),
+            buffer=self._segments[where].data,
+            offset=field.offset_bytes,
+            strides=field.strides_bytes,
+        )
+
+    def zero(self) -> None:
+        """Zero this rank's buffer. Local."""
+        self._segments[-1][:] = 0
+
+
+def segment_at(address: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+    """View memory that somebody else keeps. Nothing here can know that it is gone."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
+
+
+class HostMemory(Segments, Bells):
+    """Shared segments and bells of all ranks of one machine. Made by `HostMemory.allocate`."""
+
+    def __init__(self, rank: int, segments: list[npt.NDArray[np.uint8]], bells: list[int]) -> None:
+        Segments.__init__(self, segments)
+        Bells.__init__(self, rank, bells)
 
     @classmethod
-    def allocate(cls, world: World, size_bytes: int) -> HostMemory:
-        """Make, zero and share `size_bytes` on every rank. Collective.
+    def allocate(cls, world: World, size_bytes: int, given: Sequence[int] = ()) -> HostMemory:
+        """Make, zero and share `size_bytes` on every rank, and bells. Collective.
 
         The files live in a folder `ep-PID-*` of `EP_SHM_DIR` (default /dev/shm), that of rank 0,
         and lose their names before this returns or raises, so that nothing that happens later
         leaves anything behind. Ranks killed before that leave the folder: the next rank 0 of the
         same user that comes here removes it. Containers of one machine may be nodes of their own,
         if they see that folder.
+
+        Memory that an engine has, `given` by addresses as in `SymmetricMemory`, is taken as it is;
+        then the bells alone are made.
 
         Raises
         ------
@@ -112,73 +120,12 @@ class HostMemory:
             # By each rank: whoever fails may end the job before rank 0 comes to it.
             stack.callback(_remove, folder, world.rank)
             _meet_in(world, folder, told[1])
-            return _open_all(cls, world, folder, size_bytes)
-
-    def array(self, where: int, field: Field) -> npt.NDArray[np.generic]:
-        """See `SymmetricMemory`. Views keep the mapping alive, also after `close`."""
-        return np.ndarray(
-            field.shape,
-            np.dtype(field.dtype),
-            buffer=self._segments[where].data,
-            offset=field.offset_bytes,
-            strides=field.strides_bytes,
-        )
-
-    def ring(self, rank: int, phase: int, step: int) -> None:
-        """Tell `rank` that this one finished `phase` of `step`, after all stores before. Local."""
-        os.write(self._bells[rank], _MESSAGE.pack(self.rank, phase, step))
-
-    def wait(self, awaited: set[int], phase: int, step: int, timeout_s: float, what: str) -> None:
-        """Wait until each of `awaited` has rung for `phase` of `step`; orders all loads after it.
-
-        Raises
-        ------
-        EpTimeout
-            Naming the ranks that had not rung after `timeout_s` seconds.
-        """
-        start = time.monotonic()
-        missing = awaited - self._rung(self._early, phase, step)
-        while missing:
-            left_s = max(0.0, start + timeout_s - time.monotonic())
-            # At the end, too, it looks: this process may have been stopped, and the others not.
-            if not self._poll.poll(math.ceil(1e3 * left_s)) and left_s == 0:
-                ranks = tuple(sorted(missing))
-                seen = tuple(self._seen[rank] for rank in ranks)
-                raise EpTimeout(what, step, self.rank, ranks, seen, time.monotonic() - start)
-            rings = self._read()
-            self._early += rings
-            missing -= self._rung(rings, phase, step)
-        # Only now: an exception on the way loses no ring that was read.
-        self._early = [
-            ring
-            for ring in self._early
-            if (ring.phase, ring.step) != (phase, step) or ring.src not in awaited
-        ]
-
-    def forget(self) -> None:
-        """Drop what has been rung: every rank that rings has stopped. Local."""
-        while self._read():
-            pass
-        self._early = []
+            return _open_all(cls, world, folder, size_bytes, given)
 
     def close(self) -> None:
         """Close the bells and drop the segments. Local."""
-        self._closer()
+        Bells.close(self)
         self._segments = []
-
-    def _read(self) -> list[Ring]:
-        try:
-            read = os.read(self._bells[self.rank], _READ_BYTES)
-        except BlockingIOError:
-            return []
-        rings = [Ring(*fields) for fields in _MESSAGE.iter_unpack(read)]
-        for ring in rings:
-            self._seen[ring.src] = max(self._seen[ring.src], ring.step)
-        return rings
-
-    @staticmethod
-    def _rung(rings: list[Ring], phase: int, step: int) -> set[int]:
-        return {ring.src for ring in rings if (ring.phase, ring.step) == (phase, step)}
 
 
 @contextlib.contextmanager
@@ -306,30 +253,29 @@ def _remedy(problem: OSError, otherwise: str = "set EP_SHM_DIR to another folder
     return otherwise
 
 
-def _close_all(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())
-
-
-def _open_all(kind: type[HostMemory], world: World, folder: Path, size_bytes: int) -> HostMemory:
+def _open_all(
+    kind: type[HostMemory], world: World, folder: Path, size_bytes: int, given: Sequence[int]
+) -> HostMemory:
     error = None
     try:
-        _create(folder, world.rank, size_bytes)
+        _create(folder, world.rank, 0 if given else size_bytes)
     except OSError as problem:
         error = HeapError(
             f"cannot allocate {size_bytes} bytes in {folder.parent} ({problem}); "
             + _remedy(problem, "free some, lower max_tokens, or set EP_SHM_DIR to a larger one")
         )
     world.agree(error, "allocating shared memory")
-    segments: list[npt.NDArray[np.uint8]] = []
+    segments = [segment_at(address, size_bytes) for address in given]
     bells: list[int] = []
     try:
         try:
             for rank in range(world.size):
-                segments.append(_map(folder, rank, size_bytes))
+                if not given:
+                    segments.append(_map(folder, rank, size_bytes))
                 # Opened both ways, a FIFO never blocks on open and never reports an end.
                 bells.append(os.open(_bell(folder, rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
-            segments.append(_map(folder, world.rank, size_bytes))
+            if not given:
+                segments.append(_map(folder, world.rank, size_bytes))
         except OSError as problem:
             remedy = _remedy(
                 problem,
@@ -337,17 +283,19 @@ def _open_all(kind: type[HostMemory], world: World, folder: Path, size_bytes: in
             )
             error = HeapError(
                 f"{world.places[world.rank].node} cannot map the memory of rank "
-                f"{min(len(segments), world.size - 1)} in {folder.parent} ({problem}); {remedy}"
+                f"{min(len(bells), world.size - 1)} in {folder.parent} ({problem}); {remedy}"
             )
         world.agree(error, "mapping the other ranks' memory")
         return kind(world.rank, segments, bells)
     except BaseException:
-        _close_all(bells)
+        close_all(bells)
         raise
 
 
 def _create(folder: Path, rank: int, size_bytes: int) -> None:
     os.mkfifo(_bell(folder, rank), 0o600)
+    if not size_bytes:
+        return
     descriptor = os.open(_segment(folder, rank), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         # Reserves the pages: a full /dev/shm is an error here, not a SIGBUS in mid-step.
