@@ -81,6 +81,11 @@ class Engine(Protocol):
         """Wait until this rank's own work has ended."""
         ...
 
+    @property
+    def closes_alone(self) -> bool:
+        """Whether `close` is local."""
+        ...
+
     def close(self) -> None:
         """Give the memory back. Collective with NVSHMEM."""
         ...

@@ -362,5 +362,5 @@ class Lifecycle:
         """Give back what needs no other rank, since they may be anywhere."""
         engine, self._engine = self._engine, None
         self._received = None
-        if engine is not None and (self.world.backend is Backend.HOST or self.world.is_one_process):
+        if engine is not None and engine.closes_alone:
             engine.close()

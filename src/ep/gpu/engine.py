@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import TYPE_CHECKING, Any
 
@@ -68,39 +69,50 @@ class GpuEngine:
         self._tuning = read_tuning(world, layout.config)
         self._imposed: Mapping[Kind, PerSm] | None = None
         self._sms = self._device.num_sms / world.ranks_on_gpu
-        self._launch = load_kernels(world, layout, options)
+        self._shares_context = world.is_one_process and world.shares_gpus
+        self._last_stream: int | None = None
+        self._stamped: dict[Kind, cuda.DeviceArray] = {}
+        self.closes_alone = world.is_one_process or buffers is not None
+        with contextlib.ExitStack() as undo:
+            self._make(world, layout, options, buffers, undo)
+            self._closing = undo.pop_all()
+        if not self.closes_alone:
+            # What NVSHMEM gave is given back by all ranks or none, so not when this one fails.
+            self._closing.callback(self._buffers.close)
+        self._buffers.is_taken = True
+
+    def _make(
+        self,
+        world: World,
+        layout: EpLayout,
+        options: KernelOptions,
+        buffers: EpBuffers | None,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """Load and allocate; `undo` gets what gives it back."""
+        self._launch = load_kernels(world, layout, options, undo)
         # Ranks that share a GPU must all fit on it at once, and know nothing of each other.
         self._resident = {
             (kind, norm): self._share_of_gpu(launch, world.ranks_on_gpu)
             for kind, launchers in self._launch.items()
             for norm, launch in launchers.items()
         }
-        self._shares_context = world.is_one_process and world.shares_gpus
-        self._last_stream: int | None = None
-        self._stamped: dict[Kind, cuda.DeviceArray] = {}
-        is_given = buffers is not None
         if buffers is None:
             home = LocalMemory if world.is_one_process else NvshmemMemory
             memory: SymmetricMemory = home.allocate(world, self._device, layout.total_bytes)
             buffers = EpBuffers(layout, memory, world.rank)
+        if self.closes_alone:
+            undo.callback(buffers.close)
         self._buffers = buffers
-        buffers.is_taken = True
-        try:
-            self._take(options)
-        except BaseException:
-            # What NVSHMEM gave is given back by all ranks or none.
-            if world.is_one_process or is_given:
-                buffers.close()
-            raise
-
-    def _take(self, options: KernelOptions) -> None:
-        """Allocate what no other rank sees."""
         self._record = cuda.PinnedWords(RECORD_WORDS)
+        undo.callback(self._record.close)
         # NumPy takes its time to give one word.
         where = self._record.words[Word.STATE :].ctypes.data
         self._state = ctypes.c_uint32.from_address(where)
-        self._table = cuda.allocate(8 * len(self._buffers.addresses))
+        self._table = cuda.allocate(8 * len(buffers.addresses))
+        undo.callback(cuda.free, self._table)
         self._ended = cuda.driver("EventCreate", _event_flags())
+        undo.callback(cuda.driver, "EventDestroy", self._ended)
         if options.stamps:
             self._stamped = self._make_stamps()
 
@@ -309,14 +321,8 @@ class GpuEngine:
     def close(self) -> None:
         """Give everything back. Collective with NVSHMEM."""
         self._device.use()
-        self._buffers.close()
-        cuda.free(self._table)
-        self._record.close()
-        cuda.driver("EventDestroy", self._ended)
-        # The driver keeps them for the process otherwise, some for each exchange.
-        for launchers in self._launch.values():
-            for launch in launchers.values():
-                launch.close()
+        # Kernels, too: the driver keeps them for the process otherwise, some for each exchange.
+        self._closing.close()
 
     def _dispatch_grid(self, tokens: int) -> tuple[tuple[int, ...], int]:
         """Arguments that the protocol's kernel takes more than the other's, and CTAs."""

@@ -11,6 +11,8 @@ from ep.kernels.options import KernelOptions, Pdl
 from ep.kernels.tuning import Tuning, load_table
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from ep.bootstrap import World
     from ep.config import EpConfig
     from ep.layout import EpLayout
@@ -33,9 +35,12 @@ def read_tuning(world: World, config: EpConfig) -> Tuning:
 
 
 def load_kernels(
-    world: World, layout: EpLayout, options: KernelOptions
+    world: World, layout: EpLayout, options: KernelOptions, undo: ExitStack
 ) -> dict[Kind, dict[bool, Launcher]]:
-    """Compile or read every kernel, one rank of a node first, so that the others find it cached."""
+    """Compile or read every kernel, one rank of a node first, so that the others find it cached.
+
+    `undo` gets what unloads each.
+    """
     assert world.device is not None
     arch = world.device.arch
     launchers: dict[Kind, dict[bool, Launcher]] = {Kind.DISPATCH: {}, Kind.COMBINE: {}}
@@ -50,8 +55,10 @@ def load_kernels(
                 ):
                     choice = dataclasses.replace(options, norm=norm)
                     image = get_image(kind, layout, choice, arch)
-                    launchers[kind][norm] = Launcher(image, pdl=options.pdl != Pdl.OFF)
-                    launchers[kind][norm].load()
+                    launch = Launcher(image, pdl=options.pdl != Pdl.OFF)
+                    undo.callback(launch.close)
+                    launch.load()
+                    launchers[kind][norm] = launch
             except Exception as problem:  # noqa: BLE001 - told to all ranks, whatever it is
                 error = problem
         world.agree(error, "compiling kernels")
