@@ -1,13 +1,16 @@
 """Shows: an engine that has its own memory and its own way to gather, here MPI's.
 
-Run with: mpirun -np 2 python examples/07_own_memory.py --memory vmm (or ipc, torch)
+Run with: mpirun -np 2 python examples/07_own_memory.py --memory host (or vmm, ipc, torch)
 
-vmm: cuMem handles, passed as file descriptors, as CUDA's own multi-process allocators do it; on a
-GB300 rack they are fabric handles, which travel as bytes. ipc: cudaIpc handles of plain
-allocations. torch: torch's symmetric memory, one GPU a rank.
+host: files that all processes map, without a GPU. vmm: cuMem handles, passed as
+file descriptors, as CUDA's own multi-process allocators do it; on a GB300 rack they are fabric
+handles, which travel as bytes. ipc: cudaIpc handles of plain allocations. torch: torch's symmetric
+memory, one GPU a rank.
 """
 
 import contextlib
+import ctypes
+import mmap
 import os
 import socket
 import tempfile
@@ -15,17 +18,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-from cuda.bindings import driver as cu
 from mpi4py import MPI
 
 import ep
-from ep.bench.bridge import GpuBridge
+from ep.bench.bridge import open_bridge
 from ep.bench.cases import Case
 from ep.bench.check import run_checked_step
 from ep.memory.cuda import driver  # raises what a call of the driver gives
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
+
+
+@contextlib.contextmanager
+def host(size_bytes: int, _device: int | None) -> Iterator[tuple[int, list[int]]]:
+    """Memory of the host, a file each; its own address, and everybody's."""
+    mapped = []
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
+        for path in COMM.allgather(file.name):
+            with Path(path).open("r+b") as theirs:
+                mapped.append(mmap.mmap(theirs.fileno(), size_bytes))
+        COMM.barrier()
+    # The files have no names any more: what is mapped ends with the processes.
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in mapped]
+    yield addresses[RANK], addresses
 
 
 def pass_descriptor(mine: int) -> list[int]:
@@ -51,7 +68,9 @@ def pass_descriptor(mine: int) -> list[int]:
 
 @contextlib.contextmanager
 def vmm(size_bytes: int, device: int) -> Iterator[tuple[int, list[int]]]:
-    """Memory of cuMemCreate, mapped on every rank; its own address, and everybody's."""
+    """Memory of cuMemCreate, mapped on every rank."""
+    from cuda.bindings import driver as cu
+
     kind = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     wanted = cu.CUmemAllocationProp()
     wanted.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -88,6 +107,8 @@ def vmm(size_bytes: int, device: int) -> Iterator[tuple[int, list[int]]]:
 @contextlib.contextmanager
 def ipc(size_bytes: int, _device: int) -> Iterator[tuple[int, list[int]]]:
     """Memory of cuMemAlloc, opened on every other rank by its handle."""
+    from cuda.bindings import driver as cu
+
     own = driver("MemAlloc", size_bytes)
     handles = COMM.allgather(bytes(driver("IpcGetMemHandle", own).reserved))
     flags = cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
@@ -126,31 +147,32 @@ def torch(size_bytes: int, device: int) -> Iterator[tuple[int, list[int]]]:
 def run(world: ep.World, config: ep.EpConfig, buffers: ep.EpBuffers) -> None:
     """Make steps on the engine's memory, each compared with the oracle."""
     case = Case(config=config, uneven=True)
-    bridge = GpuBridge(world.device)
     with ep.Exchange(world, config, buffers=buffers, start=False) as exchange:
         # When the engine thinks fit: each rank writes its own buffer, then all meet.
         exchange.arm()
         exchange.start()
+        bridge = open_bridge(exchange)
         for number, tokens in enumerate((config.max_tokens, 0, 1, 5, 3, 8)):
             wrong = run_checked_step(exchange, case.step(number, tokens), bridge)
             assert wrong is None, str(wrong)
-    bridge.close()
+        bridge.close()
 
 
 @click.command()
-@click.option("--memory", type=click.Choice(["vmm", "ipc", "torch"]), default="vmm")
+@click.option("--memory", type=click.Choice(["host", "vmm", "ipc", "torch"]), default="vmm")
 def main(memory: str) -> None:
     """Make an exchange on memory that `ep` did not allocate."""
-    driver("Init", 0)
-    device = RANK % int(driver("DeviceGetCount"))
-    world = ep.World.embedded(RANK, SIZE, COMM.allgather, backend="gpu", device=device)
+    backend, device = "host", None
+    if memory != "host":
+        driver("Init", 0)
+        backend, device = "gpu", RANK % int(driver("DeviceGetCount"))
+    world = ep.World.embedded(RANK, SIZE, COMM.allgather, backend=backend, device=device)
     config = ep.EpConfig.load("kimi_k3", ranks=SIZE, max_tokens=8)
-    size_bytes = ep.EpLayout(config).total_bytes
-    with (
-        {"vmm": vmm, "ipc": ipc, "torch": torch}[memory](size_bytes, device) as (own, peers),
-        world,
-    ):
-        run(world, config, ep.EpBuffers.from_addresses(config, RANK, own, peers, device=device))
+    size_bytes = ep.EpBuffers.size_bytes(config, backend)
+    made = {"host": host, "vmm": vmm, "ipc": ipc, "torch": torch}[memory]
+    with made(size_bytes, device) as (own, peers), world:
+        on = {"backend": backend, "device": device}
+        run(world, config, ep.EpBuffers.from_addresses(config, RANK, own, peers, **on))
     print(f"rank {RANK}: 6 steps on memory of {memory} came back right", flush=True)
 
 

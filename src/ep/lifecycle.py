@@ -364,3 +364,5 @@ class Lifecycle:
         self._received = None
         if engine is not None and engine.closes_alone:
             engine.close()
+            # No other exchange: those that were not told may still store into them.
+            engine.buffers.is_taken = True

@@ -63,6 +63,23 @@ def test_nvshmem(case):
 
 
 @pytest.mark.ranks
+def test_memory_of_an_engine():
+    job = mpirun(1, "-m", "tests.gpu.own_memory")
+    assert job.out.count("passed own_memory") == 1, job
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("memory", ["vmm", "ipc", "torch"])
+def test_memory_of_an_engine_on_every_gpu(memory):
+    if memory == "torch" and find_spec("torch") is None:
+        pytest.skip("no torch")
+    ranks = min(device_count(), 8)
+    job = mpirun(ranks, "examples/07_own_memory.py", "--memory", memory)
+    assert job.code == 0, job
+    assert job.out.count("came back right") == ranks, job
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", ["03_torch", "04_jax", "05_cupy", "06_numba"])
 def test_examples(name, ranks):

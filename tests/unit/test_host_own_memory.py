@@ -133,14 +133,19 @@ def test_buffers_serve_one_exchange_at_a_time():
     run_ranks(4, rank)
 
 
-def test_an_exchange_that_cannot_be_made_leaves_its_buffers_free(monkeypatch):
+def test_buffers_of_an_exchange_that_did_not_start_are_made_anew(monkeypatch):
     block, one = Block(), ep.EpConfig(ranks=1, hidden=64, experts=9, top_k=3, max_tokens=5)
-    buffers = ep.EpBuffers.from_addresses(one, 0, block.first, [0], backend="host")
+    given = (one, 0, block.first, [0])
+    buffers = ep.EpBuffers.from_addresses(*given, backend="host")
     with ep.World.connect("host") as world:
         with monkeypatch.context() as patched:
             patched.setattr(ep.Exchange, "start", lambda _: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 ep.Exchange(world, one, buffers=buffers)
+        # Another rank might have started, and store into them.
+        with pytest.raises(ep.CollectiveError, match="an Exchange that was not closed"):
+            ep.Exchange(world, one, buffers=buffers)
+        buffers = ep.EpBuffers.from_addresses(*given, backend="host")
         with ep.Exchange(world, one, buffers=buffers) as exchange:
             check(world, exchange, 0, 4)
 
