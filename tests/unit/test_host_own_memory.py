@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import ep
 from ep.bench.cases import Case
 from ep.bench.check import run_checked_step
+from ep.host import HostEngine
 from ep.layout import LINE_BYTES
 from ep.memory.given import _first_hole, _mapped_ranges
 from ep.testing import run_ranks
@@ -137,11 +138,19 @@ def test_buffers_of_an_exchange_that_did_not_start_are_made_anew(monkeypatch):
     block, one = Block(), ep.EpConfig(ranks=1, hidden=64, experts=9, top_k=3, max_tokens=5)
     given = (one, 0, block.first, [0])
     buffers = ep.EpBuffers.from_addresses(*given, backend="host")
+    closed, real = [], HostEngine.close
+
+    def close(made):
+        closed.append(made)
+        real(made)
+
+    monkeypatch.setattr(HostEngine, "close", close)
     with ep.World.connect("host") as world:
         with monkeypatch.context() as patched:
             patched.setattr(ep.Exchange, "start", lambda _: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 ep.Exchange(world, one, buffers=buffers)
+        assert len(closed) == 1
         # Another rank might have started, and store into them.
         with pytest.raises(ep.CollectiveError, match="an Exchange that was not closed"):
             ep.Exchange(world, one, buffers=buffers)
