@@ -214,6 +214,13 @@ def test_what_the_allgather_raises_comes_through():
     assert caught.value.__notes__ == [said]
 
 
+def test_a_device_never_becomes_the_host(monkeypatch):
+    monkeypatch.setattr(world_module, "gpu_obstacle", lambda **_: "no CUDA device is visible")
+    with pytest.raises(ep.BootstrapError, match="no CUDA device is visible"):
+        ep.World.embedded(0, 1, lambda payload: [payload], device=0)
+    assert ep.World.embedded(0, 1, lambda payload: [payload]).backend == "host"
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -224,6 +231,7 @@ def test_what_the_allgather_raises_comes_through():
         ({"allgather": 5}, "allgather is a int"),
         ({"regroup": 5}, "regroup is a int; allowed is a function that takes ranks"),
         ({"backend": "cpu"}, "backend='cpu'"),
+        ({"device": 3}, "device=3 is for GPUs; leave it out"),
     ],
 )
 def test_wrong_arguments_of_an_embedded_world(fields, words):

@@ -182,7 +182,8 @@ class World(Collectives):
         backend, share_gpus
             As in `connect`.
         device : int, optional
-            Ordinal of the GPU that the engine has given this rank; else as in `connect`.
+            Ordinal of the GPU that the engine has given this rank; else as in `connect`. With it
+            "auto" is "gpu".
         regroup : callable, optional
             Called by `reset` and `exclude` on every rank that stays, wherever each was: takes the
             ranks to go on without, all that were excluded before among them, and gives the
@@ -199,6 +200,13 @@ class World(Collectives):
             As `connect`, and if `allgather` does not do as it should.
         """
         check_backend(backend)
+        if device is not None:
+            if backend == Backend.HOST:
+                raise ArgumentError(
+                    f"device={shown(device)} is for GPUs; leave it out with backend='host'"
+                )
+            # Never the host in silence where the engine has chosen a GPU.
+            backend = Backend.GPU
         channel = CallerChannel(rank, size, allgather, regroup)
         if share_gpus is None:
             share_gpus = is_set("EP_SHARE_GPUS")

@@ -83,6 +83,9 @@ class ExportPlan:
         return {
             "name": self.source,
             **{name: shape[name] for name in names},
+            "rows": self.layout.rows,
+            "stride": self.layout.stride,
+            "buffer_bytes": self.layout.total_bytes,
             "version": __version__,
             "abi_version": ABI_VERSION,
             "arches": list(self.arches),
