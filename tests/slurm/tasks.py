@@ -51,7 +51,7 @@ def play_gpus(clique_of):
     for target, name, value in zip(
         played,
         ("of", "choose_device", "gpu_obstacle", "own"),
-        (seat_of, choose, lambda: None, lambda: own),
+        (seat_of, choose, lambda **_: None, lambda: own),
         strict=True,
     ):
         setattr(target, name, value)
