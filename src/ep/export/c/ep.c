@@ -8,7 +8,8 @@
 #include "internal.h"
 #include "tables.h"
 
-static _Thread_local char last_error[512];
+/* Room for what a library says of itself in JSON, and the words around it. */
+static _Thread_local char last_error[640];
 
 ep_status fail(ep_status status, const char* format, ...) {
   va_list arguments;
