@@ -67,7 +67,9 @@ def test_mpirun_in_a_batch_job_is_not_misled_by_the_values_of_its_step(lab, benc
 
 @pytest.mark.parametrize(("asked", "visible"), [("per-task=1", "1"), ("per-node=4", "4")])
 def test_each_rank_takes_the_gpu_of_its_own(lab, asked, visible):
-    job = lab.srun("-K1", NO_MPI, f"--gpus-{asked}", *TASKS, "gpus", visible, nodes=2, ranks=8)
+    # By name: nodes of the job before may still be closing, and others would be taken.
+    options = ("-K1", NO_MPI, f"--gpus-{asked}", "--nodelist=nvl0,nvl1")
+    job = lab.srun(*options, *TASKS, "gpus", visible, nodes=2, ranks=8)
     assert job.code == 0, job
     index = {"1": "0000", "4": "0123"}[visible]
     for node in range(2):
