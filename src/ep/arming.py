@@ -9,12 +9,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from ep.config import Protocol
-from ep.layout import EMPTY_SOURCE, LINE_BYTES, NOTHING, PARITIES
+from ep.layout import CHUNK_BYTES, EMPTY_SOURCE, LINE_BYTES, NOTHING, PARITIES
 
 if TYPE_CHECKING:
     from ep.layout import EpLayout
 
-CLEARANCE_WORD = 4
+CLEARANCE_WORD = CHUNK_BYTES // 4
 """Of an announcement's line: chunk 1 holds the step that its rank has given clearance of."""
 
 

@@ -10,10 +10,9 @@ from ep.arguments import Shape, check_described, wanted
 from ep.errors import ArgumentError, EpError, shown
 from ep.memory.cuda import DeviceArray
 from ep.memory.dlpack import CUDA, from_capsule
+from ep.memory.given import MAX_ADDRESS
 
 KIND = "array in CUDA memory"
-MAX_ADDRESS = 1 << 63
-"""Addresses are below: kernels take them as signed words."""
 
 
 def device_array(

@@ -20,6 +20,7 @@ from ep.memory.host import Segments, segment_at
 logger = logging.getLogger(__name__)
 
 MAX_ADDRESS = 1 << 63
+"""Addresses are below: kernels take them as signed words."""
 _READ_WRITE = 3
 """Of `CU_POINTER_ATTRIBUTE_ACCESS_FLAGS`."""
 
